@@ -12,6 +12,12 @@ def may_overlap() -> bool:
     return BaseDSL._get_dsl().get_arch_enum().major >= 9
 
 
+def let_next_kernel_start() -> None:
+    """Let the next kernel of the stream, if it waits for this one, start where there is room."""
+    if may_overlap():
+        cute.arch.griddepcontrol_launch_dependents()
+
+
 def wait_for_kernel_before() -> None:
     """Let the next kernel of the stream start, and wait until the one before has ended and what it
     wrote is visible. Called by all threads, before the first access of gmem.
@@ -19,5 +25,5 @@ def wait_for_kernel_before() -> None:
     NOTE: what a kernel begins with, as its barriers, passes while the one before it ends: a launch
     among small ones takes some .7 us less (docs/facts/rows.md#rows-overlap)."""
     if may_overlap():
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_kernel_start()
         cute.arch.griddepcontrol_wait()

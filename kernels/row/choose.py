@@ -16,6 +16,9 @@ LONG_CTA = 512  # the same where a row begins in the middle of a line
 CLUSTER = 8  # the largest that every GPU with clusters takes
 LARGE_CLUSTER, LARGE_ARCHS = 16, ("sm_90a", "sm_100a")  # of those of these archs some do
 SCANNERS = 512  # threads of a CTA that scans a part of a row
+# rows that clusters of 16 CTAs scan or exponentiate, at most (docs/facts/rows.md#rows-few-65):
+# threads of a CTA, and the vectors of a softmax at least
+FEW_ROWS, FEW_SCANNERS, FEW_SOFTMAX = 4, 256, 4096
 MOST = 8  # vectors of a thread of the longest rows that are taken whole
 # rows that come by bulk copies: threads of an SM, which have 128 registers each; bytes of an SM
 # that rows may not have; elements that fill a GPU
@@ -287,10 +290,16 @@ def softmax(
 ) -> RowTile:  # fmt: skip
     """The softmax tile for `m` rows of `n` elements, with clusters of at most `largest` CTAs; other
     arguments as of `tile`."""
-    if m * n < BULK_LEAST:
-        return tile(n, bits, arch_name, unit, shifted)
     large = largest >= LARGE_CLUSTER and arch_name in LARGE_ARCHS
-    if large and not shifted and unit * bits == 8 * VECTOR_BYTES and n >= SOFTMAX_LARGE[bits]:
+    whole = not shifted and unit * bits == 8 * VECTOR_BYTES
+    if m * n < BULK_LEAST:
+        vectors = -(-n // unit)
+        threads = power(-(-vectors // LARGE_CLUSTER), CTA, 4 * CTA)
+        each = -(-vectors // (LARGE_CLUSTER * threads))
+        if large and whole and m <= FEW_ROWS and vectors > FEW_SOFTMAX and each <= WIDE:
+            return RowTile(1, threads, LARGE_CLUSTER, each, unit)
+        return tile(n, bits, arch_name, unit, shifted)
+    if large and whole and n >= SOFTMAX_LARGE[bits]:
         threads, ctas = 2 * CTA, LARGE_CLUSTER
         vectors = -(-n // (threads * ctas * unit))
         if vectors <= 2 * MOST:
@@ -395,19 +404,22 @@ def scan(n: int, bits: int, unit: int, shifted: bool = False) -> RowTile:
 
 
 def scan_in_cluster(
-    m: int, n: int, bits: int, unit: int, shifted: bool, arch_name: str
-) -> tuple[RowTile, int] | None:
-    """The tile for a part of each of few long rows that clusters scan, and the parts of a row; None
-    for others."""
+    m: int, n: int, bits: int, unit: int, shifted: bool, arch_name: str,
+    largest: int = LARGE_CLUSTER,
+) -> tuple[RowTile, int] | None:  # fmt: skip
+    """The tile for a part of each of few long rows that clusters of at most `largest` CTAs scan,
+    and the parts of a row; None for others."""
     width = min(unit, VECTOR_BYTES * 8 // bits)
     vectors = -(-(n + (width - 1) * shifted) // width)
     if arch(arch_name).capability < (9, 0) or m * n > FEW or vectors <= 2 * SCANNERS:
         return None
-    ctas = power(-(-vectors // SCANNERS), 2, CLUSTER)
-    each = -(-vectors // (ctas * SCANNERS))
+    threads, ctas = SCANNERS, power(-(-vectors // SCANNERS), 2, CLUSTER)
+    if m <= FEW_ROWS and largest >= LARGE_CLUSTER and arch_name in LARGE_ARCHS:
+        threads, ctas = FEW_SCANNERS, power(-(-vectors // FEW_SCANNERS), 2, LARGE_CLUSTER)
+    each = -(-vectors // (ctas * threads))
     if each > WIDE:
         return None
-    return RowTile(1, SCANNERS, 1, each, width, not shifted), ctas
+    return RowTile(1, threads, 1, each, width, not shifted), ctas
 
 
 def few(m: int, n: int, unit: int, bits: int, arch_name: str) -> RowTile | None:

@@ -28,7 +28,9 @@ from cutex.kernels.row.kernel import (
 )
 
 FEW_THREADS = 128  # of a row, whose registers ptxas bounds well by itself
-SUM_WARPS = 16  # warps that share 32 columns of the partial sums
+SUM_WARPS = 32  # warps that share 32 columns of the partial sums, by the CTAs of a row
+# of each warp's rows so many are on their way at one time: those of four CTAs of 132 SMs
+SUM_ROWS = 17
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,18 @@ class NormBackward(RowKernel):
         )
         self.launch_sums(optional, stream)
 
+    @property
+    def sum_warps(self) -> int:
+        """The warps that share 32 columns of the partial sums, of which clusters leave few."""
+        return max(1, SUM_WARPS // self.tile.ctas)
+
     def launch_sums(self, optional: dict[str, cute.Tensor], stream) -> None:
-        for name in self.config.sums:
-            mSum = optional[name]
-            self.sums(optional[f"{name}_parts"], mSum).launch(
-                grid=(cute.ceil_div(cute.size(mSum), WARP), 1, 1),
-                block=(WARP * SUM_WARPS, 1, 1),
+        """One launch for all sums of columns."""
+        if names := self.config.sums:
+            self.sums({**optional}).launch(
+                grid=(cute.ceil_div(cute.size(optional[names[0]]), WARP), len(names), 1),
+                block=(WARP * self.sum_warps, 1, 1),
+                preferred_smem_carveout=100,  # as the rows' CTAs have it, which SMs need not change
                 use_pdl=may_overlap(),
                 stream=stream,
             )
@@ -204,23 +212,35 @@ class NormBackward(RowKernel):
             cute.arch.sync_threads()  # before the next sums are written there
 
     @cute.kernel
-    def sums(self, mParts: cute.Tensor, mSum: cute.Tensor) -> None:
-        """The column sums of mParts (P, N): each warp takes 32 columns, and the warps of a CTA
-        divide the rows."""
-        layout = cute.make_layout((WARP, SUM_WARPS))
+    def sums(self, optional: dict[str, cute.Tensor]) -> None:
+        """The column sums of partial sums (P, N): each warp takes 32 columns, and the warps of a
+        CTA divide the rows."""
+        layout = cute.make_layout((WARP, self.sum_warps))
         sums = SmemAllocator().allocate_tensor(Float32, layout, 16)
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        column = cute.arch.block_idx()[0] * WARP + lane
         wait_for_kernel_before()
+        for i, name in enumerate(self.config.sums):
+            if cute.arch.block_idx()[1] == i:
+                self.add_up(optional[f"{name}_parts"], optional[name], sums)
+
+    @cute.jit
+    def add_up(self, mParts: cute.Tensor, mSum: cute.Tensor, sums: cute.Tensor) -> None:
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        column, rows = cute.arch.block_idx()[0] * WARP + lane, cute.size(mParts, mode=[0])
         total = Float32(0)
         if column < cute.size(mSum):
-            for row in cutlass.range(warp, cute.size(mParts, mode=[0]), SUM_WARPS, unroll=8):
-                total += mParts[row, column]
+            for first in cutlass.range(warp, rows, self.sum_warps * SUM_ROWS, unroll=1):
+                rPart = cute.make_rmem_tensor(SUM_ROWS, Float32)
+                rPart.fill(0.0)
+                for i in cutlass.range_constexpr(SUM_ROWS):
+                    row = first + i * self.sum_warps
+                    if row < rows:
+                        rPart[i] = mParts[row, column]
+                total += rPart.load().reduce(cute.ReductionOp.ADD, Float32(0), 0)
         sums[lane, warp] = total
         cute.arch.sync_threads()
         if (warp == 0) & (column < cute.size(mSum)):
             total = Float32(0)
-            for other in cutlass.range_constexpr(SUM_WARPS):
+            for other in cutlass.range_constexpr(self.sum_warps):
                 total += sums[lane, other]
             mSum[column] = total.to(mSum.element_type)
 

@@ -22,6 +22,7 @@ from cutex.device.row.reduction import add, lanes, pairwise
 from cutex.device.row.tile import WARP
 from cutex.device.row.vector_words import VectorWords
 from cutex.device.row.words import Words
+from cutex.device.stream_order import let_next_kernel_start
 from cutex.kernels.row.kernel import launch_of_groups, relayed, repeated
 from cutex.kernels.row.norm_backward import NormBackward, NormBackwardConfig
 
@@ -99,6 +100,7 @@ class NormBackwardBulk(NormBackward):
         xs = BulkRing.allocate(mX.element_type, elements, c.slots - 1)
         dys = BulkRing.allocate(mX.element_type, elements, c.slots)
         publish_barriers((xs.full, dys.full))
+        let_next_kernel_start()
         group = Int32(cute.arch.block_idx()[0]) // tile.ctas
         for ahead in cutlass.range_constexpr(c.slots - 1):
             dense.fetch(mX, group + ahead * groups, xs, ahead)

@@ -26,6 +26,7 @@ class RopeConfig:
     width: int = 8  # elements of x that a thread loads at once, a power of two; of pairs at least 2
     align: int = 16  # bytes of which every such vector's place is a multiple
     table_align: int = 16  # the same of a vector's elements of cos and sin
+    each: int = 1  # heads of a thread, a divisor of x's: elements of cos and sin are loaded once
 
     def why_not(self) -> str | None:
         if self.width < 1 + self.interleaved:
@@ -37,7 +38,7 @@ class Rope:
     """y = x rotated: (a cos - s b sin, b cos + s a sin) for each pair (a, b), s = 1, or -1 for its
     gradient. Elements of a head past the rotated ones are copied.
 
-    A thread rotates one vector of pairs, or copies one vector, of one head of one token.
+    A thread rotates one vector of pairs, or copies one vector, of `each` heads of one token.
     """
 
     archs = ARCHS
@@ -73,7 +74,8 @@ class Rope:
         if cutlass.const_expr(not c.in_place):
             stays = cute.size(mX, mode=[3]) - 2 * cute.size(mCos, mode=[1])
             vectors += cute.ceil_div(stays, c.width)
-        sizes = vectors, *(cute.size(mX, mode=[i]) for i in (2, 1, 0))  # vectors, heads, tokens, ..
+        batch, tokens, heads = (cute.size(mX, mode=[i]) for i in range(3))
+        sizes = vectors, heads // c.each, tokens, batch
         total = sizes[0] * sizes[1] * sizes[2] * sizes[3]
         options = {"offset": offset, "sign": sign}
         if cutlass.const_expr(c.positions):
@@ -94,13 +96,14 @@ class Rope:
     def kernel(self, mX, mY, mCos, mSin, options: dict[str, Any], sizes: tuple[Int32, ...]) -> None:
         c = self.config
         at = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-        vectors, heads, tokens, batch = sizes
+        vectors, groups, tokens, batch = sizes
         vector, at = at % vectors, at // vectors
-        head, at = at % heads, at // heads
+        group, at = at % groups, at // groups
         token, entry = at % tokens, at // tokens
         wait_for_kernel_before()
         if entry < batch:
-            gX, gY = mX[entry, token, head, None], mY[entry, token, head, None]  # (D)
+            heads = [group + i * groups for i in range(c.each)]
+            gX, gY = ([m[entry, token, head, None] for head in heads] for m in (mX, mY))  # (D) each
             turned = self.turned(mCos)
             if vector < turned:
                 position = Int32(token) + options["offset"]
@@ -110,7 +113,9 @@ class Rope:
                 self.turn(gX, gY, table, vector, options["sign"])
             else:
                 # after both halves
-                self.copy(gX, gY, (vector + turned * (1 - c.interleaved)) * c.width)
+                at = (vector + turned * (1 - c.interleaved)) * c.width
+                for x, y in zip(gX, gY, strict=True):
+                    self.copy(x, y, at)
 
     @cute.jit
     def copy(self, gX: cute.Tensor, gY: cute.Tensor, at: Int32) -> None:
@@ -127,34 +132,39 @@ class Rope:
 
     @cute.jit
     def turn(self, gX, gY, table, vector: Int32, sign: Float32) -> None:
-        """Rotate the pairs of one vector of a head gX (D) by a row (R) of cos and of sin."""
+        """Rotate the pairs of one vector of heads gX (D) by a row (R) of cos and of sin."""
         c = self.config
         pairs = cutlass.const_expr(c.width // 2 if c.interleaved else c.width)
         cos, sin = (self.loaded(t, vector * pairs, pairs, c.table_align) for t in table)  # (PAIR)
-        first = self.vector(gX, vector * c.width, c.width, c.align)
-        if cutlass.const_expr(c.interleaved):
-            rX = cute.make_rmem_tensor((2, pairs), gX.element_type)  # (2, PAIR)
-            cute.autovec_copy(first, cute.make_tensor(rX.iterator, c.width))
-            a, b = rX[0, None].load().to(Float32), rX[1, None].load().to(Float32)
-            rX[0, None].store((a * cos - sign * b * sin).to(gX.element_type))
-            rX[1, None].store((b * cos + sign * a * sin).to(gX.element_type))
-            to = self.vector(gY, vector * c.width, c.width, c.align)
-            cute.autovec_copy(cute.make_tensor(rX.iterator, c.width), to)
-        else:
-            half = cute.size(table[0])
-            places = vector * c.width, half + vector * c.width
-            a, b = (self.loaded(gX, at, c.width, c.align) for at in places)  # (PAIR)
-            turned = a * cos - sign * b * sin, b * cos + sign * a * sin
-            for at, x in zip(places, turned, strict=True):
-                rX = cute.make_rmem_tensor(c.width, gX.element_type)
-                rX.store(x.to(gX.element_type))
-                cute.autovec_copy(rX, self.vector(gY, at, c.width, c.align))
+        sin = sign * sin
+        places = [vector * c.width + cute.size(table[0]) * i for i in range(2 - c.interleaved)]
+        # NOTE: all on their way before one is waited for
+        vectors = [[self.raw(x, at, c.width, c.align) for at in places] for x in gX]
+        for rX, y in zip(vectors, gY, strict=True):
+            a, b = (r.load().to(Float32) for r in self.halves(rX))  # (PAIR)
+            turned = a * cos - b * sin, b * cos + a * sin
+            for r, x in zip(self.halves(rX), turned, strict=True):
+                r.store(x.to(r.element_type))
+            for r, at in zip(rX, places, strict=True):
+                cute.autovec_copy(r, self.vector(y, at, c.width, c.align))
+
+    def halves(self, rX: list[cute.Tensor]) -> list[cute.Tensor]:
+        """The first elements and the second ones of pairs in vectors of a head, (PAIR) each."""
+        if not self.config.interleaved:
+            return rX
+        pairs = cute.make_layout((2, self.config.width // 2))
+        by_pairs = cute.make_tensor(rX[0].iterator, pairs)
+        return [by_pairs[i, None] for i in range(2)]
 
     def loaded(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> Any:
         """`count` elements of gX from `at` on, in fp32."""
+        return self.raw(gX, at, count, align).load().to(Float32)
+
+    def raw(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> cute.Tensor:
+        """The same in registers, as they are."""
         rX = cute.make_rmem_tensor(count, gX.element_type)
         cute.autovec_copy(self.vector(gX, at, count, align), rX)
-        return rX.load().to(Float32)
+        return rX
 
     def vector(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> cute.Tensor:
         place = (gX.iterator + at).toint()

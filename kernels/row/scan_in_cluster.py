@@ -22,8 +22,8 @@ class InClusterConfig(ScanConfig):
     ctas: int = 1
 
     def why_not(self) -> str | None:
-        if self.shared or self.tile.rows > 1 or self.ctas not in (2, 4, 8):
-            return f"ctas={self.ctas}: a row of a cluster of 2, 4 or 8 CTAs, which have no other"
+        if self.shared or self.tile.rows > 1 or self.ctas not in (2, 4, 8, 16):
+            return f"ctas={self.ctas}: a row of a cluster of 2 to 16 CTAs, which have no other"
         return super().why_not()
 
 

@@ -22,6 +22,9 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 POSITIONS = (torch.int32, torch.int64)
 PACKED = torch.contiguous_format
 MOST = 2**31  # vectors of a launch
+# heads of a thread at most, whose pairs are halves or neighbours, of so many elements in all
+# (docs/facts/rows.md#rows-rope-heads)
+HEADS, MANY = {False: 2, True: 4}, 2**24
 
 
 def rope(
@@ -186,8 +189,15 @@ def _config(
         rows |= t.data_ptr()
     return RopeConfig(
         interleaved, dtype_of(tables[0]), "" if positions is None else dtype_of(positions),
-        in_place, width, places & -places, rows & -rows,
+        in_place, width, places & -places, rows & -rows, _each(heads[0], interleaved),
     )  # fmt: skip
+
+
+def _each(x: Tensor, interleaved: bool) -> int:
+    """The heads of x (B, T, H, D) that a thread takes: one where they are few."""
+    if x.numel() < MANY:
+        return 1
+    return next(n for n in range(HEADS[interleaved], 0, -1) if x.shape[2] % n == 0)
 
 
 _turned = Calls(_plan)

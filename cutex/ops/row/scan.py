@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutex.arch import kernels_of
 from cutex.kernels.row import choose
-from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.launches import Calls, Launch, Run, runs
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import DTYPES, arch_of, check_rows, dtype_of, empty_rows, loads_of
 
@@ -88,12 +88,16 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     rows.append(launch.makes("y", x.shape, out, 2))
     unit, shifted = loads_of(rows, (), True)
     n, bits = rows[0].shape[1], 8 * max(y.element_size() for y in rows)
-    few = choose.scan_in_cluster(len(rows[0]), n, bits, unit, shifted, kernels_of(arch))
-    if few is not None:
+    for largest in (choose.LARGE_CLUSTER, choose.CLUSTER):
+        given = len(rows[0]), n, bits, unit, shifted, kernels_of(arch), largest
+        few = choose.scan_in_cluster(*given)
+        if few is None:
+            continue
         tile, ctas = few
         made = tile, Fold(*OPS[op]), dtype_of(rows[1]), False, reverse, exclusive, ctas
         kernel = ScanInCluster, InClusterConfig(*made), arch
-        return launch.run(kernel, ("x", "y"), (ctas,), ("y",))
+        if runs(*kernel[:2], rows[0], arch):
+            return launch.run(kernel, ("x", "y"), (ctas,), ("y",))
     tile = choose.scan(n, bits, unit, shifted)
     parts = -(-(n + tile.lead) // (tile.columns + tile.lead))
     names = ["x", "y"]
