@@ -367,6 +367,26 @@ def test_a_lone_key_at_a_tie_among_scores_far_below_0(head_dim, power):
         assert found < 1.1 * theirs + 1e-5
 
 
+@pytest.mark.slow
+def test_a_lone_key_whose_reference_moves_at_the_end():
+    """Its probability is near a tie: relative to the reference at the end, which has one bit less
+    of its fraction, it would be rounded to the other side."""
+    case = replace(CASE, seqlen_q=64, seqlen_k=640)
+    inputs = case.inputs()
+    rows = torch.tensor([(16.0, -6.25), (17.0, -2.75), (18.5, 2.5), (20.0, 7.75)])
+    inputs.q.zero_()[0, :, 0, :2] = rows.repeat(16, 1)
+    inputs.k.zero_()[0, 520, 0, :2] = torch.tensor([13.0, 1.0])  # to which references rise first
+    inputs.k[0, 300, 0, :2] = torch.tensor([27.0, -3.0])
+    config = Sm90ForwardConfig(head_dim=64, head_dim_v=64, tile_n=64, guards_all=True)
+    # NOTE: torch has the maximum as reference, and no error
+    out, lse = case.outputs()
+    counter = torch.zeros(2, dtype=torch.int32)
+    kernel = compile(Forward(config), "bf16", "sm_90a")
+    simulate(kernel, *inputs[:3], out, lse, counter, case.softmax_scale)
+    want, _ = wanted(case, inputs)
+    assert (out[0].double() - want).norm() < 1e-6 * want.norm()
+
+
 def errors(case: AttentionCase, inputs: Inputs) -> tuple[float, float]:
     """The norm of O's error, and that of torch at the same precision, relative to O."""
     out, _ = computed(case, inputs)

@@ -35,6 +35,8 @@ from cutex.device.attention.watched_state import ABOUT_ONE
 NEVER = -3  # a step long before those of `guard`
 FEW_KEYS = 64  # in a block, of which two rise by as much as one of twice as many
 NEAR = 4.0  # powers of two by which a reference may differ from the largest score at the end
+# exponentials that differ by less are of one score, relative to two references
+SAME = 1.0 + 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,13 @@ class WatchedSoftmax(TameSoftmax):
         # NOTE: assigned to in a branch, `self` would not be constant behind it
         best, part = self.best, self.part
         settles = self._settles(step, last, low, self._gap(scores))
+        if cutlass.const_expr(last is not False and self.settles_any):  # noqa: SIM102
+            if settles:
+                self._keep_top(low)
         begun = self._begun(scores) if self.begins > 0 and seen is None else None
         room = Float32(0.0) if eager else Float32(self.room)
         if cutlass.const_expr(last is not False and self.raised_at is not None):
             room = Float32(NEAR) if settles else room
-        before = [best[r] for r in range(self.rows)]
         mixed = self._find_best(scores, low, surely=seen is not None)
         exceeds = mixed
         for r in cutlass.range_constexpr(self.rows):
@@ -174,19 +178,12 @@ class WatchedSoftmax(TameSoftmax):
             if cutlass.const_expr(low):  # noqa: SIM102 - known when tracing
                 if cute.arch.vote_any_sync(mixed):
                     self._find_mixed(scores)
-            keeps = low and last is not False and not self.loses_low
-            if cutlass.const_expr(keeps):
-                self._keep_top(before, settles)
             self._raise_above(scores, factors, low, eager, step, settles, seen is not None)
             if cutlass.const_expr(seen is not None):
                 for r in cutlass.range_constexpr(self.rows):
                     part[r] *= factors[r]
             if cutlass.const_expr(begun is not None):
                 self._begin(begun, scores)
-            if cutlass.const_expr(keeps):
-                for r in cutlass.range_constexpr(self.rows):
-                    found = (best[r] > before[r]) | ~settles
-                    best[r] = best[r] if found else -Float32.inf
         added = [Float32(0.0)] * self.rows
         for r in cutlass.range_constexpr(self.rows):
             a, b = self._halves_by_shift(scores, r, self.reference_log2(r), begun)
@@ -368,14 +365,21 @@ class WatchedSoftmax(TameSoftmax):
             settles = Boolean(last) & risen
         return settles
 
+    @property
+    def settles_any(self) -> bool:
+        """Whether references settle near the largest scores whatever rows have been like."""
+        return self.raised_at is not None and not self.loses_low
+
     @cute.jit
-    def _keep_top(self, before: list[Float32], settles: Boolean) -> None:
-        """Where references settle, count the largest scores that `guard` found `before` among the
-        largest exponentials as they were rounded: relative to another reference they would round
+    def _keep_top(self, low: cutlass.Constexpr[bool]) -> None:
+        """Before references settle, count the largest scores that `guard` has found among the
+        largest exponentials as they were rounded: relative to another reference they may round
         differently."""
         for r in cutlass.range_constexpr(self.rows):
-            found = exp2(before[r] * self.scale_log2 - self.shift[r])
-            self.top[r] = cute.arch.fmax(self.top[r], found if settles else Float32(0.0))
+            found = exp2(self.best[r] * self.scale_log2 - self.shift[r])
+            if cutlass.const_expr(not low):
+                found = found if self.best[r] > 0.0 else Float32(0.0)
+            self.top[r] = cute.arch.fmax(self.top[r], found)
 
     @cute.jit
     def note_looked(self) -> None:
@@ -399,6 +403,8 @@ class WatchedSoftmax(TameSoftmax):
                 found = found if self.best[r] > 0.0 else Float32(0.0)
                 self.top[r] = self.top[r] if known else Float32(0.0)
                 self.part[r] = self._largest_part(r)
+            if cutlass.const_expr(self.settles_any):
+                found = found if found > self.top[r] * SAME else self.top[r]
             self.top[r] = cute.arch.fmax(self.top[r], found)
 
     @cute.jit
