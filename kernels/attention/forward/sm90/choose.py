@@ -109,8 +109,8 @@ def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardC
     """`config` with tiles split into shares for all CTAs, where that is faster."""
     few = replace(config.uncut(), split=True, num_ctas=num_sms, dispatch="one", halves=False)
     few = replace(few, share=False, alternate=False, tile_m=fewest_rows(config, shape))
-    if config.alternates:
-        few = replace(few, q_in_registers=2 * config.q_in_registers)
+    if config.head_dim == 256:  # with more of Q in registers, what computes spills
+        few = replace(few, q_in_registers=min(config.q_in_registers, 64))
     mean = shape._replace(longest_q=min(shape.mean_q + 1, shape.longest_q))  # of packed queries
     tiles, whole = (x.tiles(mean) for x in (few, config))
     if few.why_not() is not None or not 0 < tiles <= MOST_ROUNDS * num_sms:
