@@ -438,8 +438,8 @@ def test_in_every_order_of_events(order, seed):
     if torch.cuda.is_available():
         pytest.skip("of the simulator")
     with cutex.ops.simulated("sm_90a", order=order, seed=seed):
-        x = rows("cpu", (3, 9000), torch.float32).requires_grad_()
-        w = torch.ones(9000, requires_grad=True)
+        x = rows("cpu", (2, 4100), torch.float32).requires_grad_()
+        w = torch.ones(4100, requires_grad=True)
         y = cutex.layer_norm(cutex.softmax(x), w)
         y.square().sum().backward()
         assert x.grad.isfinite().all()
