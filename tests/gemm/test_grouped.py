@@ -154,6 +154,25 @@ def test_sums_take_the_rows_of_their_group_alone(arch: str, name: str, order: st
     assert not out[1].any() and not out[4].any()
 
 
+def test_sums_like_those_before_are_launched_without_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums of no rows, which launch nothing themselves."""
+    found: list[Any] = []
+
+    def repeated(kinds: Any, passed: list[Tensor], place: int) -> Any:
+        found.append((kinds, place))
+        return lambda *_: passed[place] + len(found)
+
+    monkeypatch.setattr(function, "repeated", repeated)
+    x, w, offs = torch.zeros(0, 16, dtype=bf16), torch.zeros(0, 8, dtype=bf16), torch.zeros(3)
+    with ops.simulated("sm_90a"):
+        results = [cutex.grouped_mm(x.mT, w, offs.int()) for _ in range(3)]
+    assert found == [([("sums", (False,))], 2)]
+    assert [y.unique().tolist() for y in results] == [[0], [0], [1]]
+    assert all(y.shape == (3, 16, 8) for y in results)
+
+
 @pytest.mark.parametrize(
     ("padded", "ends"), [(False, [3, 3, 9]), (True, [2, 5, 0]), (False, [9] * 40 + [-2])]
 )

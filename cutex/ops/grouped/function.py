@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ from cutex.ops.grouped.checks import (
 )
 from cutex.ops.grouped.gathered import gathered_rows
 from cutex.ops.grouped.launch import repeated, ways
-from cutex.ops.grouped.registered import GATHERED, grouped_rows, grouped_sums, run_rows
+from cutex.ops.grouped.registered import (
+    GATHERED,
+    grouped_rows,
+    grouped_sums,
+    run_rows,
+    run_sums,
+)
 from cutex.ops.number import check_flag
 from cutex.ops.plain import is_plain, nobody_watches
 from cutex.ops.plans import PlanCache
@@ -124,7 +131,7 @@ def grouped_mm(
         return _rows(x, w, edges, bias, activation, padded=True)
     if form == (2, 2) and counts is None:
         check_inner(x.shape[1], w.shape[0], "x (M, T) and w (T, N)")
-        return grouped_sums(x, w, edges)
+        return _sums(x, w, edges, ragged)
     if form == (3, 2) and counts is None:
         check_inner(x.shape[2], w.shape[0], "x (E, M, K) and w (K, T)")
         check_groups(x, edges, name)
@@ -143,8 +150,26 @@ def _rows(
 
         # NOTE: the activation's input is what its gradient needs
         return ACTIVATIONS[activation](grouped_rows(x, w, edges, bias, None, padded, ragged))
-    remember(x, w, edges, bias, activation, padded, ragged)
+
+    def run(x: Tensor, w: Tensor, edges: Tensor, *bias: Tensor) -> Tensor:
+        one = bias[0] if bias else None
+        return run_rows(x, w, edges, one, activation, padded, False, ragged)
+
+    def kinds(x: Tensor, w: Tensor, *bias: Tensor) -> list[tuple[Any, tuple[Any, ...]]]:
+        of_call = (*(bias or (None,)), activation, padded)
+        return [way[:2] for way in ways(x.flatten(0, -2), w, of_call, False, ragged)]
+
+    given = [t for t in (x, w, edges, bias) if t is not None]
+    remember((activation, padded, bias is None, ragged), given, run, kinds)
     return grouped_rows(x, w, edges, bias, activation, padded, ragged)
+
+
+def _sums(x: Tensor, w: Tensor, edges: Tensor, ragged: bool) -> Tensor:
+    def run(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+        return run_sums(x, w, edges, False)
+
+    remember((None, False, True, ragged), [x, w, edges], run, lambda *_: [("sums", (False,))])
+    return grouped_sums(x, w, edges)
 
 
 def _gathered(
@@ -189,11 +214,14 @@ def _scattered(
 
 
 def remember(
-    x: Tensor, w: Tensor, edges: Tensor, bias: Tensor | None, activation: str | None,
-    padded: bool, ragged: bool,
-) -> None:  # fmt: skip
-    """Keep a plan for such calls, if torch has nothing more to do than to run them."""
-    given = [t for t in (x, w, edges, bias) if t is not None]
+    options: tuple[Hashable, ...],
+    given: list[Tensor],
+    run: Callable[..., Tensor],
+    kinds: Callable[..., list[tuple[Any, tuple[Any, ...]]]],
+) -> None:
+    """Keep a plan for calls with such `options` and tensors `given`, x, w, edges and perhaps a
+    bias, if torch has nothing more to do than to `run` them; kinds: what they launch, as of
+    launch.repeated, a function of the same tensors."""
     if torch.compiler.is_dynamo_compiling() or not nobody_watches():
         return
     if not all(map(is_plain, given)) or any(t.requires_grad for t in given):
@@ -204,12 +232,9 @@ def remember(
     def launch(x: Tensor, w: Tensor, edges: Tensor, *bias: Tensor) -> Tensor:
         if known:
             return known[0](x, w, edges, *bias)
-        out = run_rows(x, w, edges, bias[0] if bias else None, activation, padded, False, ragged)
-        given = (*(bias or (None,)), activation, padded)
-        kinds = [way[:2] for way in ways(x.flatten(0, -2), w, given, False, ragged)]
-        if found := repeated(kinds, [x, w, out, edges, *bias], 2):
+        out = run(x, w, edges, *bias)
+        if found := repeated(kinds(x, w, *bias), [x, w, out, edges, *bias], 2):
             known.append(found)
         return out
 
-    options = activation, padded, bias is None, ragged
     PLANS.remember(PLANS.key_of(options, *given), given, launch)

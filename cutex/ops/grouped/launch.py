@@ -396,7 +396,7 @@ def repeated(
     returns; None if such calls pass tensors other than those given."""
     found = [_known.get(key_of(kind, options, passed)) for kind, options in kinds]
     known, out = [launch for launch in found if launch is not None], passed[place]
-    if len(known) < len(found) or not (passed[0].dim() == out.dim() == 2 and out.is_contiguous()):
+    if len(known) < len(found) or not out.is_contiguous():
         return None
     first, *rest = known
 

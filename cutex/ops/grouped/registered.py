@@ -77,7 +77,7 @@ def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_w, None, of_bias, None, None, None, None
 
 
-def _sums(x: Tensor, w: Tensor, edges: Tensor, padded: bool) -> Tensor:
+def run_sums(x: Tensor, w: Tensor, edges: Tensor, padded: bool) -> Tensor:
     out = _fake_sums(x, w, edges, padded)
     if out.numel() == 0 or x.shape[1] == 0:
         launch.arch_for(x)
@@ -129,7 +129,7 @@ define(
 define(
     "grouped_sums",
     "(Tensor x, Tensor w, Tensor edges, bool padded) -> Tensor",
-    _sums,
+    run_sums,
     _fake_sums,
     _setup_sums,
     _sums_backward,
