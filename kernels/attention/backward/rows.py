@@ -15,6 +15,7 @@ from cutex.device.attention.block_info import BlockInfo, smaller
 from cutex.device.attention.gaps import Gaps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
+from cutex.device.stream_order import may_overlap, wait_for_kernel_before
 from cutex.kernels.attention.backward.signature import (
     KernelArgs,
     RowTiles,
@@ -68,7 +69,7 @@ class Preprocess:
         if cutlass.const_expr(self.config.ranked):
             ctas += batch
         self.kernel(tensors, args, tiles, Int32(num_m_blocks), batch).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), use_pdl=may_overlap(), stream=stream
         )
 
     @cute.kernel
@@ -81,6 +82,7 @@ class Preprocess:
         num_sequences: Int32,
     ) -> None:
         c = self.config
+        wait_for_kernel_before()
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(c.late_zeros):
@@ -434,23 +436,6 @@ class Convert:
                         rounded[i] = (number * scale).to(gdQ.element_type)
                     transpose_in_quad(cute.recast_tensor(rounded, Int32))
                     self.store(rounded, gdQ, seqlen, row + 8 * r, unit)
-
-    @cute.jit
-    def write(
-        self,
-        numbers: cute.Tensor,
-        r: cutlass.Constexpr[int],
-        gdQ: cute.Tensor,
-        seqlen: SeqlenInfo,
-        row: Int32,
-        unit: Int32,
-        scale: Float32,
-    ) -> None:
-        """Round and write 8 columns of a row."""
-        rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
-        for c in cutlass.range_constexpr(WIDE):
-            rounded[c] = (numbers[c % 2, r, c // 2] * scale).to(gdQ.element_type)
-        self.store(rounded, gdQ, seqlen, row, unit)
 
     @cute.jit
     def store(

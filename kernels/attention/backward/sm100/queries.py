@@ -188,10 +188,12 @@ class Convert(rows.Convert):
         for i in cutlass.range_constexpr(c.tile_m * c.head_dim // (WIDE * THREADS)):
             row = i % rounds * at_once + thread // BESIDE
             unit = i // rounds * BESIDE + thread % BESIDE
-            numbers = cute.make_rmem_tensor(cute.make_layout((2, 1, WIDE // 2)), Float32)
-            flat = cute.make_tensor(numbers.iterator, cute.make_layout((4, WIDE // 4)))
+            numbers = cute.make_rmem_tensor(cute.make_layout((4, WIDE // 4)), Float32)
             first = row // c.dq_rows * (c.head_dim // 4) + unit * (WIDE // 4)
             for j in cutlass.range_constexpr(WIDE // 4):
                 at = (first + j) * c.dq_rows + row % c.dq_rows
-                cute.autovec_copy(vectors[None, at], flat[None, j])
-            self.write(numbers, 0, gdQ, seqlen, m_block * c.tile_m + row, unit, scale)
+                cute.autovec_copy(vectors[None, at], numbers[None, j])
+            rounded = cute.make_rmem_tensor(WIDE, gdQ.element_type)
+            for column in cutlass.range_constexpr(WIDE):
+                rounded[column] = (numbers[column] * scale).to(gdQ.element_type)
+            self.store(rounded, gdQ, seqlen, m_block * c.tile_m + row, unit)

@@ -152,6 +152,7 @@ class Main:
             block=(self.num_threads, 1, 1),
             cluster=(c.key_ctas, 1, 1) if c.pairs else None,
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -165,6 +166,8 @@ class Main:
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
+        # NOTE: convert is not let start: its CTAs would crowd on the SMs that are free first
+        cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.config.own_dq):
             self.several_tiles(operands, stats, dq_sums, args, sizes, tiles)
         else:
