@@ -349,11 +349,23 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
         placed = WHOLE
     tile_m, warps, resident, most_stages = placed
     tile = W4DecodeConfig(tile_m=tile_m, tile_n=columns, format=of, warps=warps, resident=resident)
+    if columns in (2, 4):  # whose slots are smaller than those of the eight that places are of
+        most_stages = stages_alone(tile, most_stages, arch)
     for num_stages in range(most_stages, 1, -1):
         found = replace(tile, num_stages=num_stages)
         if found.why_not(None, arch) is None:
             return found.on(arch.num_sms)
     return None
+
+
+def stages_alone(tile: W4DecodeConfig, least: int, arch: Arch) -> int:
+    """The slots of a ring, at least `least`, that leave no room for one more CTA on an SM
+    (docs/facts/scaled.md#w4-third-cta)."""
+    one_more = replace(tile, resident=tile.resident + 1)
+    return next(
+        (n for n in range(least, DEEPEST) if replace(one_more, num_stages=n).why_not(None, arch)),
+        least,
+    )
 
 
 def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch) -> float:
