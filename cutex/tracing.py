@@ -4,8 +4,8 @@ The DSL looks up the place of each operation in its source: it walks up the stac
 that is not its own, and through that function's table of positions from the start. A kernel has
 some 30,000 operations at a few thousand places, so within `tracing` each place is looked up once.
 It also looks up a place for each value that it wraps, two of three look-ups, and then builds no
-operation: within `tracing` it does not. Nor are cycles collected there, which takes long in a process that holds torch and the DSL. The
-traced IR is the same, locations included.
+operation: within `tracing` it does not. Nor are cycles collected there, which takes long in a
+process that holds torch and the DSL. The traced IR is the same, locations included.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ ROWS = {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"}
         ((A, B, SA, SB), {"scale_recipe_a": None}, "scale_recipe_a=None is not one of"),
         ((A, B, SA, SB), {"scale_recipe_a": "RowWise"}, "scale_recipe_a RowWise with"),
         ((A, B, SA.mT[:1], SB), ROWS, r"scale_a of RowWise must have shape \(32, 1\), got \(1, 3"),
-        ((A, B, SA[:, :1], torch.ones(200, 1)), ROWS, r"scale_b of RowWise must have shape \(1, 20"),
+        ((A, B, SA[:, :1], torch.ones(200, 1)), ROWS, r"scale_b of RowWise must have shape \(1, 2"),
         ((A, B, SA, SB), {"scale_recipe_a": "BlockWise1x32"}, "scale_recipe_a BlockWise1x32 with"),
         ((A, B, SA, SB), {"activation": "tanh"}, "activation 'tanh' is not one of relu"),
         ((A, B, SA, SB), {"output_dtype": torch.int8}, "output_dtype torch.int8 is not bfloat16"),
