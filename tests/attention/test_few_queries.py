@@ -15,7 +15,7 @@ from cutex.ops.attention.call import AttentionCall
 from cutex.problem.attention.case import AttentionCase
 
 CASE = AttentionCase(
-    batch=2, seqlen_q=3, seqlen_k=2100, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64
+    batch=2, seqlen_q=3, seqlen_k=1100, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64
 )
 CASES = {
     "full": CASE,
@@ -23,8 +23,8 @@ CASES = {
     "a window": replace(CASE, window=(300, 1)),
     "a soft cap": replace(CASE, softcap=5.0),
     "a sink": replace(CASE, causal=True, sink=True),
-    "packed queries": replace(CASE, lengths_q=(5, 2), tail=4, used_k=(2100, 300), causal=True),
-    "used keys": replace(CASE, used_k=(7, 2100)),
+    "packed queries": replace(CASE, lengths_q=(5, 2), tail=4, used_k=(1100, 300), causal=True),
+    "used keys": replace(CASE, used_k=(7, 1100)),
     "head dim 40, 24 of v": replace(CASE, head_dim=40, head_dim_v=24, dtype="fp16"),
     "views": replace(CASE, views=("padded", "interleaved", "heads first")),
     "views that are copied": replace(CASE, views=("shifted", "contiguous", "contiguous")),
@@ -78,7 +78,7 @@ def test_o_is_written_with_the_strides_that_are_wanted(device):
         ({"window": (-1, 20)}, True),
         ({"window": (None, -3)}, False),  # off the diagonal
         ({"views": ("contiguous", "shifted", "contiguous")}, False),  # a copy is needed
-        ({"lengths_q": (3, 2), "lengths_k": (2100, 2100)}, False),
+        ({"lengths_q": (3, 2), "lengths_k": (1100, 1100)}, False),
         ({"used_q": (3, 2), "used_k": (1, 2)}, False),
     ],
 )
@@ -99,7 +99,7 @@ def test_gradients_of_few_queries(device):
     out = cutex.flash_attn_func(q, k, v, causal=True)
     want = torch.nn.functional.scaled_dot_product_attention(
         *(x.double().transpose(1, 2) for x in (q, k, v)), enable_gqa=True,
-        attn_mask=torch.ones(3, 2100, dtype=torch.bool, device=device).tril(2097),
+        attn_mask=torch.ones(3, 1100, dtype=torch.bool, device=device).tril(1097),
     ).transpose(1, 2)  # fmt: skip
     do = torch.randn_like(out)
     mine = torch.autograd.grad(out, (q, k, v), do)
