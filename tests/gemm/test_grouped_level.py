@@ -93,6 +93,7 @@ def run(
     return str(found) if found else wrong(out, x, w, rows, gated)
 
 
+@pytest.mark.slow
 def test_a_gated_product_is_right() -> None:
     assert run(23, True, "column", order="random", seed=5) == ""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from cutex.ops.grouped import launch as products
 from cutex.ops.mixture.launch import combine, gate, gate_gradient, spread
 from cutex.ops.mixture.routing import route
+from cutex.ops.mixture.stored_gate import gated_and_kept, gates_in_store
 from cutex.ops.row.operators import define
 
 SILU = "gated_silu"
@@ -26,13 +27,16 @@ def _forward(
         return out, h, tokens, places, order, offs.zero_()
     tokens, places, order, offs = route(ids, experts)
     y = x.new_empty((tokens.shape[0], f2 // 2))
-    to, options = (h, PLAIN) if keep else (y, (None, SILU, False))
-    if products.gathers_in_load(x, tokens, w_up, options[1], ragged=True):
-        products.gathered(x, tokens, w_up, offs, to, options, ragged=True)
+    if keep and gates_in_store(x, tokens.shape[0], w_up):
+        gated_and_kept(spread(x, places, offs), w_up, offs, y, h)
     else:
-        products.rows(spread(x, places, offs), w_up, offs, to, options, ragged=True)
-    if keep:
-        gate(h, y, offs)
+        to, options = (h, PLAIN) if keep else (y, (None, SILU, False))
+        if products.gathers_in_load(x, tokens, w_up, options[1], ragged=True):
+            products.gathered(x, tokens, w_up, offs, to, options, ragged=True)
+        else:
+            products.rows(spread(x, places, offs), w_up, offs, to, options, ragged=True)
+        if keep:
+            gate(h, y, offs)
     z = x.new_empty((tokens.shape[0], x.shape[1]))
     products.rows(y, w_down, offs, z, PLAIN, ragged=True)
     combine(z, places, offs, out, weights.float())

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from cutex.device.atoms.wgmma import WARPGROUP
-from cutex.device.epilogue.epilogue_ops import Fragment, Gate
+from cutex.device.epilogue.epilogue_ops import BoundOps, Fragment
 from cutex.device.epilogue.sm90.tma_store import FIRST_WARPGROUP_BARRIER
 
 ROWS = 32  # of a part, after the gate
@@ -35,7 +35,7 @@ def paired_slots(dtype: type[cutlass.Numeric], columns: int, num_slots: int) -> 
 class PairedStore:
     """The store of one warpgroup's accumulators, through a gate."""
 
-    gate: Gate
+    ops: BoundOps  # a gate
     atom: cute.CopyAtom
     bSG_sC: cute.Tensor  # (TMA, SLOT)
     bSG_gC: cute.Tensor  # (TMA, RestM, RestN)
@@ -56,11 +56,12 @@ class PairedStore:
             for part in cutlass.range_constexpr(per_row):
                 if part * columns < self.columns:
                     self.wait(0 if part == 0 else slots - 1)
-                    self.round(parts[None, block * per_row + part], part % slots)
+                    where = row_tile + block * row_step, column_tile + part
+                    self.round(parts[None, block * per_row + part], part % slots, where)
                     cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
                     if self.stores:
-                        where = None, row_tile + block * row_step, column_tile + part
-                        cute.copy(self.atom, self.bSG_sC[None, part % slots], self.bSG_gC[where])
+                        gC = self.bSG_gC[(None, *where)]
+                        cute.copy(self.atom, self.bSG_sC[None, part % slots], gC)
                         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -72,21 +73,27 @@ class PairedStore:
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def round(self, values: cute.Tensor, slot: cutlass.Constexpr[int]) -> None:
-        """Run the gate on a part's `values` (V), and write the rounded result to `slot`."""
+    def round(
+        self,
+        values: cute.Tensor,
+        slot: cutlass.Constexpr[int],
+        where: cutlass.Constexpr[tuple[Int32, Int32]],
+    ) -> None:
+        """Run the gate on the `values` (V) of a part, which is `where` in parts, and write the
+        rounded result to `slot`."""
         eights = cute.size(values) // 4
+        warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
         pairs = cute.make_layout(((2, eights), 2), stride=((1, 4), 2))
-        none = (Int32(0),)
-        x = Fragment(
-            cute.make_tensor(values.iterator, pairs), none * (2 * eights), none * 2, 0,
-            (Int32(1), Int32(2)), run=2,
-        )  # fmt: skip
-        gated = self.gate.apply(x).values  # (2 * eights, 1)
+        first = where[1] * cute.size(self.sC, mode=[1]) + 2 * (lane % 4)
+        rows = tuple(first + 8 * i + e for i in range(eights) for e in range(2))
+        gate = 2 * (where[0] * ROWS + WARP_ROWS * warp + lane // 4)
+        held = cute.make_tensor(values.iterator, pairs)  # (R, 2)
+        x = Fragment(held, rows, (gate, gate + 1), 0, self.ops.bounds, run=2)
+        gated = self.ops.apply(x).values  # (2 * eights, 1)
         flat = cute.make_tensor(gated.iterator, cute.make_layout(2 * eights))
         rounded = cute.make_rmem_tensor(2 * eights, self.sC.element_type)
         rounded.store(flat.load().to(self.sC.element_type))
         to_smem = cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.sC.element_type)
-        warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
         vectors = cute.logical_divide(self.sC, (WARP_ROWS, 1, 1))  # ((V, WARP), (1, epiN), ..)
         fours = cute.make_tensor(rounded.iterator, cute.make_layout((8, eights // 4)))
         for i in cutlass.range_constexpr(eights // 4):
@@ -100,11 +107,11 @@ def paired_store(
     operand: cpasync.TmaInfo,
     sC: cute.Tensor,
     num_slots: cutlass.Constexpr[int],
-    gate: cutlass.Constexpr[Gate],
+    ops: cutlass.Constexpr[BoundOps],
     columns: Int32,
 ) -> PairedStore:
-    """The store of this thread's warpgroup; sC is (32, epiN, SLOT), each warpgroup has
-    `num_slots`."""
+    """The store of this thread's warpgroup through the gate of `ops`; sC is (32, epiN, SLOT), each
+    warpgroup has `num_slots`."""
     thread, _, _ = cute.arch.thread_idx()
     warpgroup = cute.arch.make_warp_uniform(thread // WARPGROUP)
     sC = cute.logical_divide(sC, (None, None, num_slots))  # (32, epiN, (SLOT, WARPGROUP))
@@ -116,4 +123,4 @@ def paired_store(
     )  # (TMA, SLOT), (TMA, RestM, RestN)
     warp = cute.arch.warp_idx()
     barrier = FIRST_WARPGROUP_BARRIER + warp // 4
-    return PairedStore(gate, operand.atom, bSG_sC, bSG_gC, sC, columns, barrier, warp % 4 == 0)
+    return PairedStore(ops, operand.atom, bSG_sC, bSG_gC, sC, columns, barrier, warp % 4 == 0)

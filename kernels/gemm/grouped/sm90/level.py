@@ -102,7 +102,7 @@ class LevelStore:
         out = stored_columns(self.out, first, end)
         ops = self.ops.of_columns(tile.group, first, end)
         if ops.gated:
-            return paired_store(out, self.sC, self.num_slots, ops.ops[0], end - first)
+            return paired_store(out, self.sC, self.num_slots, ops, end - first)
         return fused_store(out, self.sC, self.num_slots, False, ops, None)
 
 
