@@ -95,11 +95,16 @@ FEW_ROWS = (
     ],
 )
 def test_warps_with_other_keys_each_attend_to_caches(name, whole, monkeypatch):
-    """Two CTAs have many parts, or units, each, of which every warp begins with another block."""
+    """Two CTAs have many parts, or units, each, of which every warp begins with another block; of
+    shares the warp that loads tells the others."""
+    number = FEW_ROWS.index(name)
 
     def few(*given: object) -> DecodeConfig:
         tiles = {"tile_n": 32, "num_stages": 4, "num_sms": 2}
-        return replace(config_for(*given), few_rows=True, by_room=whole, whole=whole, **tiles)
+        told = not whole and "parts" not in name
+        shares = {"in_shares": told, "alone": number % 2 == 0, "few_entries": number % 3 > 0}
+        parts = {"by_room": whole, "whole": whole, "waves": whole, **shares}
+        return replace(config_for(*given), few_rows=True, **parts, **tiles)
 
     monkeypatch.setattr(kvcache, "config_for", few)
     PLANS.forget()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import cutex
-from cutex.kernels.attention.decode.choose import fitted
+from cutex.kernels.attention.decode.choose import comes_in_waves, fitted
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.shared import Walk
 from cutex.kernels.attention.decode.splits import NEVER, EntrySpan, EvenParts, Splits, weight
@@ -105,6 +107,15 @@ def test_units_of_little_room_are_cut_by_it(sizes, parts):
         assert not config_for(call._replace(num_splits=3), False).by_room
 
 
+@pytest.mark.parametrize(
+    ("units", "waves"), [(264, False), (265, True), (384, True), (396, True), (397, False)]
+)
+def test_whole_units_of_one_and_a_half_waves_have_a_cta_each(units, waves):
+    config = fitted(DecodeConfig(head_dim=128, head_dim_v=128, one_block=True), 4096, units, 1)
+    assert (config.few_rows, config.ctas) == (True, 264)
+    assert comes_in_waves(config, units) == waves
+
+
 def shares(
     lengths: list[int],
     heads: int,
@@ -168,6 +179,44 @@ def test_every_block_of_keys_is_in_one_part():
                 ends = [0, *(x[1] for x in parts)]
                 assert [x[0] for x in parts] == ends[:-1] and ends[-1] == length
         assert not found
+
+
+def test_shares_are_the_same_where_no_number_of_parts_is_given():
+    """A kernel for num_splits=0 computes only whether units are whole, as with num_splits=1, or cut
+    where shares end."""
+    r = random.Random(4)
+    for _ in range(400):
+        heads, start = r.randint(1, 6), r.randint(0, 3)
+        span = EntrySpan(r.randint(0, 9), r.randint(0, 50), r.randint(1, 30))
+        quota, ctas = r.randint(1, 40), r.randint(1, 60)
+        for whole in (False, True):
+            general = Splits(heads, quota, start, int(whole), r.randrange(ctas))
+            special = replace(general, num_splits=0, whole=whole)
+            length = weight(span.blocks, start)
+            for at in range(max(general.begin, span.begin), span.begin + heads * length):
+                found, expected = special.piece(at, span), general.piece(at, span)
+                assert (found.end > found.first) == (expected.end > expected.first)
+                if found.end > found.first:
+                    assert found[:5] == expected[:5] and found.parts == expected.parts
+                    assert whole or found == expected
+
+
+@pytest.mark.parametrize("ulp", [-1, 0, 1])
+def test_two_reciprocals_give_the_quotient(ulp):
+    """Whatever ulp the hardware's reciprocal is off by: splits.quotient, step by step."""
+    r = np.random.default_rng(5)
+    b = np.concatenate([np.arange(1, 300), (2 ** r.uniform(0, 31, 60000)).astype(np.int64)])
+    drawn = (2 ** r.uniform(0, 31, b.size)).astype(np.int64)
+    near = np.minimum(drawn // b * b + r.integers(-1, 2, b.size), 2**31 - 1)
+    most = np.full_like(b, 2**31 - 1)
+    for a in (drawn, np.maximum(near, 0), np.zeros_like(b), most):
+        inverse = (np.float32(1) / b.astype(np.float32)).astype(np.float32)
+        inverse = (inverse.view(np.int32) + ulp).view(np.float32)
+        found = np.minimum((a.astype(np.float32) * inverse).astype(np.int64), 2**31 - 1)
+        found += ((a - found * b).astype(np.float32) * inverse).astype(np.int64)
+        left = a - found * b
+        found += np.where(left >= b, 1, np.where(left < 0, -1, 0))
+        assert np.array_equal(found, a // b)
 
 
 def test_a_team_reads_neighbouring_heads_at_the_same_time():

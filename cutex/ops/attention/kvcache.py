@@ -16,7 +16,7 @@ from torch import Tensor
 from cutex.arch import kernels_of
 from cutex.compile import Workspace
 from cutex.device.row_source import ATOM_ROWS
-from cutex.kernels.attention.decode.choose import CONFIGS, fitted, is_crowded
+from cutex.kernels.attention.decode.choose import CONFIGS, comes_in_waves, fitted, is_crowded
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
@@ -48,6 +48,7 @@ MOST_MERGED = 64
 # new rows of a sequence that the warps that load append (docs/facts/decode.md#appended-inside)
 MOST_APPENDED = 16
 FEW_SEQUENCES = 2  # of e4m3 (docs/facts/decode.md#e4m3-shares)
+LANES = 32  # of a warp
 IDLE = 32  # of so many teams one may have no part of a lone sequence (docs/facts/decode.md#lone)
 # bits of a plan's key: which of the tensors that may be left out are given, in a launch's order
 CU_Q, ENDS, TABLE, ENTRIES, BEGINS, CU_NEW, SINK, K_SCALE, V_SCALE, NEW_K, NEW_V = (
@@ -388,8 +389,13 @@ def config_for(call: KVCacheCall, with_lse: bool, room: int | None = None) -> De
     parts = parts_by_room(call, config, room)
     crowded = config.few_rows and parts == 1 and is_crowded(units_of(call, config), config)
     overlaps = config.overlaps and not crowded
-    config = replace(config, by_room=parts > 0, whole=parts == 1, overlaps=overlaps)
+    waves = parts == 1 and comes_in_waves(config, units)
+    config = replace(config, by_room=parts > 0, whole=parts == 1, overlaps=overlaps, waves=waves)
     config = replace(config, combined=is_combined(call, config, room))
+    if not (config.by_room or call.num_splits):
+        alone = units_of(call, config) <= config.ctas
+        few = config.one_block and call.batch <= LANES
+        config = replace(config, in_shares=True, few_entries=few, alone=alone)
     return replace(config, appends=is_appending(call, config))
 
 

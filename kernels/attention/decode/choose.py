@@ -78,22 +78,36 @@ _MANY: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
 # steps, and e4m3 is widened by four warps at once (docs/facts/decode.md#few-rows, #few-e4m3)
 _FEW: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 64, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4},
-        (128, 128): {"tile_n": 32, "num_stages": 4, "ctas_per_sm": 2, "merge": 12, "least": 4},
+        (64, 64): {
+            "tile_n": 64,
+            "num_stages": 4,
+            "ctas_per_sm": 2,
+            "merge": 12,
+            "least": 4,
+            "start": 4,
+        },
+        (128, 128): {
+            "tile_n": 32,
+            "num_stages": 4,
+            "ctas_per_sm": 2,
+            "merge": 12,
+            "least": 4,
+            "start": 4,
+        },
     },
 }
 _FEW_KEYS = {(64, 64): 16384, (128, 128): SHORT}  # of room, at most
 # where units are no more than SMs, and where sequences are long (docs/facts/decode.md#few-long)
 _FEW_ALONE: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4},
-        (128, 128): {"tile_n": 32, "num_stages": 8, "merge": 12, "least": 4},
+        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4, "start": 4},
+        (128, 128): {"tile_n": 32, "num_stages": 8, "merge": 12, "least": 4, "start": 4},
     },
 }
 _FEW_LONG: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
     "sm_90a": {
-        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4},
-        (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2},
+        (64, 64): {"tile_n": 64, "num_stages": 8, "merge": 12, "least": 4, "start": 4},
+        (128, 128): {"tile_n": 64, "num_stages": 4, "merge": 6, "least": 2, "start": 3},
     },
 }
 # of units that are no more than SMs, but a third of them or more, each is whole: they take all that
@@ -261,6 +275,14 @@ def is_crowded(ctas: int, config: DecodeConfig) -> bool:
     (docs/facts/decode.md#crowded)."""
     quarters = 4 if config.page_size else 3
     return config.ctas < 2 * ctas and 4 * ctas <= quarters * config.ctas
+
+
+def comes_in_waves(config: DecodeConfig, units: int) -> bool:
+    """Whether each of `units` whole units has a CTA to itself, which an SM takes when it has ended
+    another: of lengths that differ the last end together, where otherwise a CTA has every so manyth
+    unit. Of many more units than CTAs their begins take longer than that
+    (docs/facts/decode.md#whole-waves)."""
+    return config.few_rows and not config.fp8 and config.ctas < units <= 3 * config.ctas // 2
 
 
 def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dict[str, Any]:

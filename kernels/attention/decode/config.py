@@ -74,6 +74,11 @@ class DecodeConfig(ScoreSpec):
     # units are cut by their room: each into num_splits parts, which have a team each to themselves
     by_room: bool = False
     whole: bool = False  # into one
+    # as many CTAs as whole units, which SMs take as they end others; else no more than fit
+    waves: bool = False
+    in_shares: bool = False  # they are never cut by num_splits, which is 0
+    few_entries: bool = False  # no more sequences, of one block of rows each, than a warp has lanes
+    alone: bool = True  # there may be no more of them than teams, and each part then has a team
     combined: bool = False  # parts are merged by a kernel of their own, not by the last CTA
     tile_n: int = 64
     num_stages: int = 3  # slots of K, and of V
@@ -122,7 +127,7 @@ class DecodeConfig(ScoreSpec):
     def is_whole(self, length: Any) -> Any:
         """Whether units of at most this length, their start included, are not cut: merging their
         parts would take as long."""
-        return length <= self.merge + 1
+        return length <= self.merge + self.start
 
     def is_short(self, blocks: int) -> bool:
         """Whether parts of this many blocks are short enough to be cut by the cache's room, for
@@ -162,7 +167,7 @@ class DecodeConfig(ScoreSpec):
         """Whether only the load warps walk over the lengths and pass each part on to the other
         roles, instead of each role walking before its first tile (docs/facts/decode.md#e4m3-told,
         #told-256)."""
-        return (self.widens or self.q_in_smem) and not self.by_room
+        return (self.widens or self.q_in_smem or self.in_shares) and not self.by_room
 
     @property
     def registers(self) -> RoleRegisters | None:

@@ -1,24 +1,37 @@
-"""The launch of a decode kernel on any arch, the layout of its smem slots, and Append, the kernel
-before it that writes new keys and values to the caches, after the existing ones.
+"""The launch of a decode kernel on any arch, its smem slots and what fills them: Load and CopyLoad,
+the role of the warps that load K and V, and Append, the kernel before it that writes new keys and
+values to the caches, after the existing ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import cutlass
 from cutlass import Boolean, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument
 from cutex.device.atoms.mma import slots_layout
-from cutex.device.attention.new_rows import CacheRows, units_of_row, vectors
-from cutex.device.pipeline import Barrier, Ring
-from cutex.device.row_copies import WARP, CopiedRing
-from cutex.device.row_source import box_operand, cache_box_rows, page_pitch, swizzle_bytes
+from cutex.device.attention.block_info import Blocks
+from cutex.device.attention.new_rows import CacheRows, append_rows, units_of_row, vectors
+from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.device.row_copies import NO_ROW, WARP, CopiedRing, RowCopies
+from cutex.device.row_source import (
+    BoxLoads,
+    box_operand,
+    cache_box_rows,
+    page_pitch,
+    row_list,
+    swizzle_bytes,
+)
 from cutex.kernels.attention.decode.config import DecodeConfig
 from cutex.kernels.attention.decode.out import Combine
+from cutex.kernels.attention.decode.shared import PART, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes, arguments
+from cutex.schedulers.order import select
 
 Config = TypeVar("Config", bound=DecodeConfig)
 
@@ -74,8 +87,11 @@ def launch(
     if cutlass.const_expr(c.appended_before):
         Append(c).launch(mK, mV, args, sizes, stream)
     pitches = page_pitch(mK), page_pitch(mV)
+    ctas = most
+    if cutlass.const_expr(not (c.whole and c.waves)):
+        ctas = cutlass.min(most, c.ctas // sizes.team * sizes.team)
     kernel.kernel(mQ, k, v, mO, args, sizes, pitches).launch(
-        grid=(cutlass.min(most, c.ctas // sizes.team * sizes.team), 1, 1),
+        grid=(ctas, 1, 1),
         block=(kernel.num_threads, 1, 1),
         min_blocks_per_mp=c.ctas_per_sm,
         preferred_smem_carveout=100,  # percent; else the DSL asks a GPU
@@ -102,6 +118,158 @@ def ring(
     empty = Barrier.allocate(smem, f"{name} empty", arrivals=consumers, slots=slots)
     kind = CopiedRing if config.copies_rows else Ring
     return kind(slots, slot_bytes // warps, full, empty)
+
+
+# ---- loads
+
+
+class Lag(NamedTuple):
+    """The block whose values are loaded next: its keys were loaded last."""
+
+    batch: Int32
+    keys: Int32
+    head: Int32  # of K and V
+    at: Any  # the block; of single rows, the place of this lane's
+    exists: Boolean
+
+
+@dataclass(frozen=True)
+class Load:
+    """The role of a load warp: its share of each block of K and V, through their rings.
+
+    NOTE: a part is found, and a block loaded, in one place of the code each: what has run once
+    before is not fetched from memory again (docs/facts/decode.md#short-walk).
+    """
+
+    k: cpasync.TmaInfo
+    v: cpasync.TmaInfo
+    pitch_k: Int32  # rows from one page, or one sequence, to the next
+    pitch_v: Int32
+    number: Int32  # of this warp among those that load
+    shared: Shared
+
+    @cute.jit
+    def run(self) -> None:
+        """Load the keys of this CTA's parts, in the order in which the products need them: values
+        of a block after the next one's keys."""
+        s = self.shared
+        self.prefetch()
+        splits, place, end = s.begin()
+        k_fill, v_fill, told = s.k.producer(), s.v.producer(), self.parts_told()
+        zero = Int32(0)
+        lag, at = Lag(zero, zero, zero, zero, Boolean(False)), splits.begin
+        while at < end:
+            place, span = s.found(splits, at, place)
+            piece = s.piece(splits, at, span)
+            at = piece.after
+            if piece.end > piece.first:
+                blocks = s.of_piece(piece)
+                told = self.tell(told, (*piece, *blocks))
+                batch, _ = s.entry(piece.entry)
+                keys, head = s.sizes.keys(s.args, batch), s.kv_head(piece.head)
+                self.append(batch, head, keys, blocks)
+                for i in cutlass.range(blocks.end - blocks.first, unroll=1):
+                    block = Lag(batch, keys, head, blocks.end - 1 - i, Boolean(True))
+                    following = self.load_keys(block, k_fill)
+                    k_fill.advance()
+                    if lag.exists:
+                        self.load_values(lag, v_fill)
+                        v_fill.advance()
+                    lag = following
+        if lag.exists:
+            self.load_values(lag, v_fill)
+        self.tell(told, tuple(zero for _ in range(PART)))
+        if cutlass.const_expr(s.config.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def prefetch(self) -> None:
+        """Fetch the tensor maps."""
+        for operand in (self.k, self.v):
+            cpasync.prefetch_descriptor(operand.atom)
+
+    @cute.jit
+    def append(self, batch: Int32, head: Int32, keys: Int32, blocks: Blocks) -> None:
+        """Append the new rows that are in these blocks, if that is not done before."""
+        s = self.shared
+        if cutlass.const_expr(s.config.appends):
+            before, size = Int32(s.args.seqused_k[batch]), s.config.tile_n
+            to = cutlass.min(keys, blocks.end * size)
+            rows = cutlass.max(before, blocks.first * size), to, before
+            append_rows(*s.new_rows(), (batch, head), rows)
+
+    def load_keys(self, of: Lag, fill: PipelineState) -> Lag:
+        """Load the keys of a block; returns what its values are loaded by."""
+        self.load_block(self.k, self.pitch_k, self.shared.sK, of, fill, self.shared.k)
+        return of
+
+    def load_values(self, of: Lag, fill: PipelineState) -> None:
+        """Load the values of a block."""
+        self.load_block(self.v, self.pitch_v, self.shared.sV, of, fill, self.shared.v)
+
+    @cute.jit
+    def load_block(
+        self,
+        operand: cpasync.TmaInfo,
+        pitch: Int32,
+        sX: cute.Tensor,
+        of: Lag,
+        fill: PipelineState,
+        ring: Ring,
+    ) -> None:
+        s = self.shared
+        source = s.source(of.batch, of.keys, pitch)
+        loads = BoxLoads(operand, source, sX, of.head)
+        share = 0, self.number, s.config.load_warps
+        loads.load(of.at, fill.slot, ring.acquire(fill), *share)
+
+    def parts_told(self) -> PipelineState:
+        """The state in the ring of announced parts, for this warp, which fills it."""
+        s = self.shared
+        return s.k.producer() if s.parts is None else s.parts.ring.producer()
+
+    @cute.jit
+    def tell(self, told: PipelineState, words: tuple[Int32, ...]) -> PipelineState:
+        """Announce a part, or the end, to the roles that do not walk."""
+        s = self.shared
+        if cutlass.const_expr(s.parts is not None):
+            told = s.parts.tell(told, words, self.number == 0)
+        return told
+
+
+@dataclass(frozen=True)
+class CopyLoad(Load):
+    """A load warp's share of each block of K and V, whose rows may be anywhere in memory."""
+
+    def prefetch(self) -> None:
+        """There are no descriptors."""
+
+    @cute.jit
+    def load_keys(self, of: Lag, fill: PipelineState) -> Lag:
+        """As Load's. A lane knows the places of one row of a block, before its slot is empty, and
+        those of V from when K was loaded."""
+        s = self.shared
+        of_k, of_v = self.places(of.batch, of.keys, of.at)
+        self.copies(s.args.k_cache, s.sK, of.head).load(of_k, fill.slot, s.k.acquire(fill))
+        return of._replace(at=of_v)
+
+    @cute.jit
+    def load_values(self, of: Lag, fill: PipelineState) -> None:
+        s = self.shared
+        self.copies(s.args.v_cache, s.sV, of.head).load(of.at, fill.slot, s.v.acquire(fill))
+
+    def copies(self, mX: cute.Tensor, sX: cute.Tensor, head: Int32) -> RowCopies:
+        return RowCopies(row_list(mX), sX, head, self.number, self.shared.config.load_warps)
+
+    @cute.jit
+    def places(self, batch: Int32, keys: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """The places in K's and in V's list of rows of the row of a block that is this lane's;
+        NO_ROW if there is none."""
+        s, lane = self.shared, cute.arch.lane_idx()
+        mine = s.config.tile_n // s.config.load_warps
+        row = block * s.config.tile_n + self.number * mine + lane
+        k, v = (s.source(batch, keys, x).box(row, 1) for x in (self.pitch_k, self.pitch_v))
+        exists = (k.count > 0) & (lane < mine)
+        return select(exists, k.offset, NO_ROW), select(exists, v.offset, NO_ROW)
 
 
 # ---- new keys

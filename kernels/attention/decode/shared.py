@@ -1,22 +1,20 @@
-"""What the roles of a CTA of the decode kernel share: the walk over its parts of units, smem and
-rings; and Load and CopyLoad, the role of the warps that load K and V."""
+"""What the roles of a CTA of the decode kernel share: its walk over its parts of units, found from
+the lengths of all sequences (Walk), and that with its smem and rings (Shared)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync
 
 from cutex.device.attention.block_info import BlockInfo, Blocks, larger, ordered
-from cutex.device.attention.new_rows import CacheRows, append_rows
+from cutex.device.attention.new_rows import CacheRows
 from cutex.device.attention.unit_rows import UnitRows
 from cutex.device.pipeline import PipelineState, Ring
-from cutex.device.row_copies import NO_ROW, RowCopies
-from cutex.device.row_source import BoxLoads, DenseRows, PagedRows, RowSource, row_list
+from cutex.device.row_source import DenseRows, PagedRows, RowSource
 from cutex.kernels.attention.decode.config import ALONE_MORE, DecodeConfig
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.splits import (
@@ -26,6 +24,7 @@ from cutex.kernels.attention.decode.splits import (
     Piece,
     Splits,
     are_many,
+    quotient,
     weight,
 )
 from cutex.schedulers.order import select
@@ -35,15 +34,13 @@ TOGETHER = 4  # entries that a lane looks at together
 PART = len(Piece._fields) + len(Blocks._fields)  # words of a part, as it is told
 
 
-class Part(NamedTuple):
-    """A part of a unit that has keys, as the loading warps see it."""
+class Window(NamedTuple):
+    """A warp's entries, one for each lane, on the axis along which all units are laid."""
 
-    entry: Int32
-    head: Int32
-    first: Int32  # block of keys
-    end: Int32  # not more than `first`: there is no part left
-    after: Int32  # the position after the part
-    span: EntrySpan
+    entry: Int32  # of lane 0
+    begin: Int32  # the position of its first unit
+    length: Int32  # of this lane's units
+    upto: Int32  # the weight of a unit of each entry up to this lane's
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,8 @@ class Walk:
     info: BlockInfo
     args: KernelArgs
     sizes: Sizes
+
+    asks_shortest: ClassVar[bool] = False  # `uncut` does
 
     # ---- entries
 
@@ -69,17 +68,32 @@ class Walk:
         seq_q, keys = self.sizes.queries(self.args, batch), self.sizes.keys(self.args, batch)
         return self.info.n_blocks(m_block, seq_q.length, keys)
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether the rows of an entry, which exist, see all keys of its sequence."""
+        c, args = self.config, self.args
+        causal = args.lo is None and args.hi is None
+        return bool(c.one_block and causal and not c.varlen_q)
+
     @cute.jit
     def length(self, number: Int32) -> Int32:
         """The length in key blocks of each unit of an entry, at least 1; 0 if it has no rows or
         does not exist."""
         exists = number < self.sizes.entries
         number = cutlass.min(number, self.sizes.entries - 1)
-        batch, m_block = self.entry(number)
-        seq_q = self.sizes.queries(self.args, batch)
-        exists = exists & (m_block * self.info.tile_m < seq_q.length * self.info.pack)
-        blocks = self.blocks(number)
-        return cutlass.max(blocks.end - blocks.first, 1) if exists else Int32(0)
+        found = Int32(0)
+        if cutlass.const_expr(self.sees_all):
+            keys = self.sizes.keys(self.args, number)
+            found = (keys + self.info.tile_n - 1) >> (self.info.tile_n.bit_length() - 1)
+            if cutlass.const_expr(self.info.tile_n & (self.info.tile_n - 1)):
+                found = (keys + self.info.tile_n - 1) // self.info.tile_n
+        else:
+            batch, m_block = self.entry(number)
+            seq_q = self.sizes.queries(self.args, batch)
+            exists = exists & (m_block * self.info.tile_m < seq_q.length * self.info.pack)
+            blocks = self.blocks(number)
+            found = blocks.end - blocks.first
+        return cutlass.max(found, 1) if exists else Int32(0)
 
     # ---- the walk
 
@@ -90,19 +104,24 @@ class Walk:
         return cta, ctas
 
     @cute.jit
-    def begin(self) -> tuple[Any, EntrySpan, Int32]:
-        """This CTA's share (Splits, or EvenParts if cut by room), its first entry, and the end of
-        the axis of all units. A whole warp calls it: each lane examines every 32nd entry."""
+    def begin(self) -> tuple[Any, Any, Int32]:
+        """This CTA's share (Splits, or EvenParts if cut by room), its first entry (in shares the
+        window to look for it), and the end of the axis of all units. A whole warp calls it: each
+        lane examines every 32nd entry."""
         c, team = self.config, self.sizes.team
-        owners = self.sizes.heads // team  # of units, in a team's view
+        owners = quotient(self.sizes.heads, team)  # of units, in a team's view
         lane = cute.arch.lane_idx()
         cta, ctas = self.worker()
         if cutlass.const_expr(c.by_room):
             parts, zero = 1 if c.whole else self.args.num_splits, Int32(0)
-            even = EvenParts(self.sizes.heads, cta, team, ctas // team, parts, c.merge)
+            even = EvenParts(self.sizes.heads, cta, team, quotient(ctas, team), parts, c.merge)
             return even, EntrySpan(zero, zero, zero), self.sizes.entries * owners * parts
-        total, quota, num_splits, size = self.shares(owners, ctas // team)
-        splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team, size)
+        total, quota, num_splits, size, lengths = self.shares(owners, quotient(ctas, team))
+        whole = num_splits > 0 if c.in_shares else None
+        splits = Splits(self.sizes.heads, quota, c.start, num_splits, cta, team, size, whole)
+        if cutlass.const_expr(c.in_shares):
+            window = self.window(splits, Int32(0), Int32(0), lengths)
+            return splits, window, cutlass.min(splits.end, total)
         entry, begin, here = Int32(0), Int32(0), Int32(0)
         searching = splits.begin < total
         while searching:
@@ -122,9 +141,33 @@ class Walk:
         return splits, EntrySpan(entry, begin, here), cutlass.min(splits.end, total)
 
     @cute.jit
-    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32, Any]:
+    def shares(self, owners: Int32, teams: Int32) -> tuple[Int32, Int32, Int32, Any, Any]:
         """The length of the axis of all units, the length of each team's share, the number of parts
-        that units are cut into (0: where shares end), and the size of parts that are alone."""
+        that units are cut into (0: where shares end), the size of parts that are alone, and the
+        lengths of the first entries, one for each lane, where there are no more."""
+        c, lengths = self.config, None
+        if cutlass.const_expr(c.few_entries):
+            lengths = self.length(cute.arch.lane_idx())
+            total = longest = weight(lengths, c.start)
+            shortest = longest
+        else:
+            total, longest, shortest = self.totals()
+        total = cute.arch.warp_redux_sync(total, "add") * owners
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        if cutlass.const_expr(self.asks_shortest):
+            shortest = cute.arch.warp_redux_sync(shortest, "min")
+        quota = Splits.quota_of(total, teams, c.least)
+        size = self.size_alone(total, longest, quota, owners, teams)
+        many = are_many(self.sizes.entries * owners, teams)
+        quota, num_splits = self.uncut(quota, longest, shortest, many)
+        if cutlass.const_expr(size is not None):
+            total, quota = self.row_of_parts(total, quota, size, owners, lengths)
+        return total, quota, num_splits, size, lengths
+
+    @cute.jit
+    def totals(self) -> tuple[Int32, Int32, Int32]:
+        """The sum, the largest and the least of the weights of a unit of the entries that this lane
+        looks at."""
         c, total, longest, shortest = self.config, Int32(0), Int32(0), Int32(NEVER)
         for first in cutlass.range(0, self.sizes.entries, WARP * TOGETHER, unroll=1):
             # NOTE: all are loaded before any is used; an unrolled loop would wait for each
@@ -134,17 +177,9 @@ class Walk:
                 mine = weight(lengths[i], c.start)
                 total += mine
                 longest = cutlass.max(longest, mine)
-                shortest = cutlass.min(shortest, select(mine > 0, mine, NEVER))
-        total = cute.arch.warp_redux_sync(total, "add") * owners
-        longest = cute.arch.warp_redux_sync(longest, "max")
-        shortest = cute.arch.warp_redux_sync(shortest, "min")
-        quota = Splits.quota_of(total, teams, c.least)
-        size = self.size_alone(total, longest, quota, owners, teams)
-        many = are_many(self.sizes.entries * owners, teams)
-        quota, num_splits = self.uncut(quota, longest, shortest, many)
-        if cutlass.const_expr(size is not None):
-            total, quota = self.row_of_parts(total, quota, size, owners)
-        return total, quota, num_splits, size
+                if cutlass.const_expr(self.asks_shortest):
+                    shortest = cutlass.min(shortest, select(mine > 0, mine, NEVER))
+        return total, longest, shortest
 
     @cute.jit
     def size_alone(
@@ -153,6 +188,8 @@ class Walk:
         """The most blocks of a part if each part has a team to itself; 0 where shares of `quota`
         blocks are faster. `total` and `longest` include the cost of starting a unit."""
         c, size = self.config, Int32(0)
+        if cutlass.const_expr(not c.alone):
+            return None
         units = self.sizes.entries * owners
         if (self.args.num_splits == 0) & (units <= teams) & (c.merge > 0):
             longest -= c.start
@@ -173,15 +210,18 @@ class Walk:
 
     @cute.jit
     def row_of_parts(
-        self, total: Int32, quota: Int32, size: Int32, owners: Int32
+        self, total: Int32, quota: Int32, size: Int32, owners: Int32, lengths: Int32 | None
     ) -> tuple[Int32, Int32]:
         """The length of the axis of all parts of at most `size` blocks, and a team's share of it,
-        which is one; without a size, `total` and `quota`."""
+        which is one; without a size, `total` and `quota`. `lengths`: of all entries, if known."""
         if size > 0:
             total, quota = Int32(0), Int32(1)
-            for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
-                length = self.length(first + cute.arch.lane_idx())
-                total += (length + size - 1) // size
+            if cutlass.const_expr(lengths is not None):
+                total = quotient(lengths + size - 1, size)
+            else:
+                for first in cutlass.range(0, self.sizes.entries, WARP, unroll=1):
+                    length = self.length(first + cute.arch.lane_idx())
+                    total += quotient(length + size - 1, size)
             total = cute.arch.warp_redux_sync(total, "add") * owners
         return total, quota
 
@@ -195,6 +235,8 @@ class Walk:
             return quota, num_splits
         whole = self.config.is_whole(longest)
         whole |= many & (longest <= self.config.most_whole + self.config.start)
+        if self.config.in_shares:
+            num_splits = 0
         whole = (num_splits == 0) & whole
         return quota, select(whole, Int32(1), num_splits)
 
@@ -206,6 +248,38 @@ class Walk:
             other = cute.arch.shuffle_sync_up(x, 1 << step)
             x += other if lane >= 1 << step else 0
         return x
+
+    @cute.jit
+    def window(
+        self, splits: Splits, entry: Int32, begin: Int32, lengths: Int32 | None = None
+    ) -> Window:
+        """The window of the entries from `entry` on, whose first unit is at `begin`."""
+        if cutlass.const_expr(lengths is None):
+            lengths = self.length(entry + cute.arch.lane_idx())
+        return Window(entry, begin, lengths, self.sum_to(splits.weight(lengths)))
+
+    @cute.jit
+    def found(self, splits: Any, at: Int32, place: Any) -> tuple[Any, EntrySpan]:
+        """The entry at position `at`, and where it was found: in `place`, a window, or after
+        it."""
+        if cutlass.const_expr(not isinstance(place, Window)):
+            span = self.span_at(splits, at, place)
+            return span, span
+        before = self.before(splits, at, place)
+        if cutlass.const_expr(not self.config.few_entries):
+            while before == WARP:
+                begin = place.begin + cute.arch.shuffle_sync(place.upto, WARP - 1) * splits.owners
+                place = self.window(splits, place.entry + WARP, begin)
+                before = self.before(splits, at, place)
+        upto = cute.arch.shuffle_sync(place.upto, cutlass.max(before - 1, 0))
+        begin = place.begin + select(before > 0, upto * splits.owners, 0)
+        blocks = cute.arch.shuffle_sync(place.length, before)
+        return place, EntrySpan(place.entry + before, begin, blocks)
+
+    def before(self, splits: Splits, at: Int32, window: Window) -> Int32:
+        """The number of the window's entries that end before position `at`."""
+        behind = window.begin + window.upto * splits.owners <= at
+        return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(behind)))
 
     @cute.jit
     def span_at(self, splits: Splits, at: Int32, span: EntrySpan) -> EntrySpan:
@@ -232,6 +306,8 @@ class Walk:
         elif cutlass.const_expr(self.config.by_room):
             blocks = self.length(splits.entry(at))
             piece = Piece(*(Int32(x) for x in splits.piece(at, blocks)))
+        elif cutlass.const_expr(splits.size is None):
+            piece = Piece(*(Int32(x) for x in splits.piece(at, span)))
         elif splits.size > 0:
             piece = Piece(*(Int32(x) for x in splits.piece_alone(at, span)))
         else:
@@ -242,30 +318,17 @@ class Walk:
     def each_part(self, work: cutlass.Constexpr[Callable[[Piece, Any], Any]], state: Any) -> Any:
         """Do the `work` of each of this CTA's parts, one after the other: it has the part and
         `state`, and returns the next. Returns the last."""
-        splits, span, end = self.begin()
+        splits, place, end = self.begin()
         at = splits.begin
         while at < end:
-            span = self.span_at(splits, at, span)
+            place, span = self.found(splits, at, place)
             piece = self.piece(splits, at, span)
             at = piece.after
             if piece.end > piece.first:
                 state = work(piece, state)
         return state
 
-    @cute.jit
-    def part(self, splits: Splits, end: Int32, at: Int32, span: EntrySpan) -> Part:
-        """The first part with keys that starts at position `at` or after it."""
-        entry, head, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
-        while (first >= last) & (at < end):
-            span = self.span_at(splits, at, span)
-            piece = self.piece(splits, at, span)
-            at = piece.after
-            if piece.end > piece.first:
-                blocks = self.of_piece(piece)
-                entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
-        return Part(entry, head, first, last, at, span)
-
-    def rows(self, piece: Piece | Part) -> UnitRows:
+    def rows(self, piece: Piece) -> UnitRows:
         """The rows of a part's unit."""
         batch, m_block = self.entry(piece.entry)
         seq_q = self.sizes.queries(self.args, batch)
@@ -334,165 +397,3 @@ class Shared(Walk):
         a, page_size = self.args, self.config.page_size
         where = CacheRows(page_size, a.page_table, a.batch_idx)
         return (a.k_new, a.v_new), (a.k_cache, a.v_cache), where
-
-
-# ---- loads
-
-
-@dataclass(frozen=True)
-class Load:
-    """The role of a load warp: its share of each block of K and V, through their rings."""
-
-    k: cpasync.TmaInfo
-    v: cpasync.TmaInfo
-    pitch_k: Int32  # rows from one page, or one sequence, to the next
-    pitch_v: Int32
-    number: Int32  # of this warp among those that load
-    shared: Shared
-
-    @cute.jit
-    def run(self) -> None:
-        """Load the keys of this CTA's parts, in the order in which the products need them."""
-        s = self.shared
-        self.prefetch()
-        splits, place, end = s.begin()
-        fills, told = (s.k.producer(), s.v.producer()), self.parts_told()
-        part, told = self.next_part(splits, end, splits.begin, place, told)
-        while part.end > part.first:
-            fills, part, told = self.load(splits, end, part, fills, told)
-        if cutlass.const_expr(s.config.overlaps):
-            cute.arch.griddepcontrol_launch_dependents()
-
-    def prefetch(self) -> None:
-        """Fetch the tensor maps."""
-        for operand in (self.k, self.v):
-            cpasync.prefetch_descriptor(operand.atom)
-
-    @cute.jit
-    def load(
-        self,
-        splits: Splits,
-        end: Int32,
-        part: Part,
-        fills: tuple[PipelineState, PipelineState],
-        told: PipelineState,
-    ) -> tuple[tuple[PipelineState, PipelineState], Part, PipelineState]:
-        """Load the keys of a part; returns the next part, which is searched for while the last slot
-        is still full."""
-        s = self.shared
-        k_fill, v_fill = fills
-        batch, _ = s.entry(part.entry)
-        keys, head = s.sizes.keys(s.args, batch), s.kv_head(part.head)
-        if cutlass.const_expr(s.config.appends):
-            before, size = Int32(s.args.seqused_k[batch]), s.config.tile_n
-            to = cutlass.min(keys, part.end * size)
-            rows = cutlass.max(before, part.first * size), to, before
-            append_rows(*s.new_rows(), (batch, head), rows)
-        of_k, of_v = (s.source(batch, keys, x) for x in (self.pitch_k, self.pitch_v))
-        loads_k = BoxLoads(self.k, of_k, s.sK, head)
-        loads_v = BoxLoads(self.v, of_v, s.sV, head)
-        share = 0, self.number, s.config.load_warps
-        loads_k.load(part.end - 1, k_fill.slot, s.k.acquire(k_fill), *share)
-        k_fill.advance()
-        for i in cutlass.range(part.end - 1 - part.first, unroll=1):
-            block = part.end - 1 - i
-            loads_k.load(block - 1, k_fill.slot, s.k.acquire(k_fill), *share)
-            k_fill.advance()
-            loads_v.load(block, v_fill.slot, s.v.acquire(v_fill), *share)
-            v_fill.advance()
-        following = part
-        if cutlass.const_expr(s.parts is None):
-            following, told = self.next_part(splits, end, part.after, part.span, told)
-        loads_v.load(part.first, v_fill.slot, s.v.acquire(v_fill), *share)
-        v_fill.advance()
-        if cutlass.const_expr(s.parts is not None):
-            # NOTE: a part is told when one before has been taken, for which this one must be there
-            following, told = self.next_part(splits, end, part.after, part.span, told)
-        return (k_fill, v_fill), following, told
-
-    def parts_told(self) -> PipelineState:
-        """The state in the ring of announced parts, for this warp, which fills it."""
-        s = self.shared
-        return s.k.producer() if s.parts is None else s.parts.ring.producer()
-
-    @cute.jit
-    def next_part(
-        self, splits: Splits, end: Int32, at: Int32, span: EntrySpan, told: PipelineState
-    ) -> tuple[Part, PipelineState]:
-        """The first part with keys at position `at` or after it; announces to the roles that do not
-        walk this part, those without keys before it, and the end."""
-        s = self.shared
-        if cutlass.const_expr(s.parts is None):
-            part = s.part(splits, end, at, span)
-        else:
-            entry, head, first, last = (Int32(0) for _ in range(4))
-            while (first >= last) & (at < end):
-                span = s.span_at(splits, at, span)
-                piece = s.piece(splits, at, span)
-                at = piece.after
-                if piece.end > piece.first:
-                    blocks = s.of_piece(piece)
-                    entry, head, first, last = piece.entry, piece.head, blocks.first, blocks.end
-                    told = s.parts.tell(told, (*piece, *blocks), self.number == 0)
-            if first >= last:
-                told = s.parts.tell(told, tuple(Int32(0) for _ in range(PART)), self.number == 0)
-            part = Part(entry, head, first, last, at, span)
-        return part, told
-
-
-@dataclass(frozen=True)
-class CopyLoad(Load):
-    """A load warp's share of each block of K and V, whose rows may be anywhere in memory."""
-
-    def prefetch(self) -> None:
-        """There are no descriptors."""
-
-    @cute.jit
-    def load(
-        self,
-        splits: Splits,
-        end: Int32,
-        part: Part,
-        fills: tuple[PipelineState, PipelineState],
-        told: PipelineState,
-    ) -> tuple[tuple[PipelineState, PipelineState], Part, PipelineState]:
-        """As Load's. A lane knows the places of one row of a block, before its slot is empty, and
-        those of V from when K was loaded."""
-        s = self.shared
-        k_fill, v_fill = fills
-        batch, _ = s.entry(part.entry)
-        keys, head = s.sizes.keys(s.args, batch), s.kv_head(part.head)
-        copies_k, copies_v = (
-            RowCopies(row_list(mX), sX, head, self.number, s.config.load_warps)
-            for mX, sX in ((s.args.k_cache, s.sK), (s.args.v_cache, s.sV))
-        )
-        of_k, of_v = self.places(batch, keys, part.end - 1)
-        copies_k.load(of_k, k_fill.slot, s.k.acquire(k_fill))
-        k_fill.advance()
-        for i in cutlass.range(part.end - 1 - part.first, unroll=1):
-            of_k, next_v = self.places(batch, keys, part.end - 2 - i)
-            copies_k.load(of_k, k_fill.slot, s.k.acquire(k_fill))
-            k_fill.advance()
-            copies_v.load(of_v, v_fill.slot, s.v.acquire(v_fill))
-            v_fill.advance()
-            of_v = next_v
-        following = part
-        if cutlass.const_expr(s.parts is None):
-            following, told = self.next_part(splits, end, part.after, part.span, told)
-        copies_v.load(of_v, v_fill.slot, s.v.acquire(v_fill))
-        v_fill.advance()
-        if cutlass.const_expr(s.parts is not None):
-            # NOTE: a part is told when one before has been taken, for which this one must be there
-            following, told = self.next_part(splits, end, part.after, part.span, told)
-        return (k_fill, v_fill), following, told
-
-    @cute.jit
-    def places(self, batch: Int32, keys: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """The places in K's and in V's list of rows of the row of a block that is this lane's;
-        NO_ROW if there is none."""
-        s, lane = self.shared, cute.arch.lane_idx()
-        mine = s.config.tile_n // s.config.load_warps
-        row = block * s.config.tile_n + self.number * mine + lane
-        k, v = (s.source(batch, keys, x).box(row, 1) for x in (self.pitch_k, self.pitch_v))
-        exists = (k.count > 0) & (lane < mine)
-        return select(exists, k.offset, NO_ROW), select(exists, v.offset, NO_ROW)

@@ -27,6 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cutlass import Float32, Int32
+
+from cutex.device.atoms.scalar import reciprocal
 from cutex.device.attention.block_info import larger, smaller
 from cutex.schedulers.order import select
 
@@ -74,20 +77,23 @@ class Splits:
     cta: Any
     team: Any = 1  # CTAs of a team, which divides the heads
     size: Any = None  # blocks of a part that has a team to itself, at most; 0 or None: none has
+    # whether no unit is cut, where num_splits is 0; None: num_splits may be any number
+    whole: Any = None
 
     @staticmethod
     def size_alone(total: Any, longest: Any, units: Any, teams: Any) -> Any:
         """The blocks of the longest part if units, of `total` blocks in all and `longest` at most,
         are cut into no more parts than there are teams; 0 if there are more units than teams."""
-        parts = larger(teams // larger(units, 1), 1)
-        each = (longest + parts - 1) // parts
+        parts = larger(quotient(teams, larger(units, 1)), 1)
+        each = quotient(longest + parts - 1, parts)
         spare = teams - units  # a unit has at most one part more than its blocks by the size
-        return smaller(each, select(spare > 0, (total + spare - 1) // larger(spare, 1), NEVER))
+        by_total = quotient(total + spare - 1, larger(spare, 1))
+        return smaller(each, select(spare > 0, by_total, NEVER))
 
     @staticmethod
     def quota_of(total: Any, teams: Any, least: int) -> Any:
         """The share of each team in `total` blocks."""
-        return larger((total + teams - 1) // teams, least)
+        return larger(quotient(total + teams - 1, teams), least)
 
     @staticmethod
     def team_of(heads: Any, most: int) -> Any:
@@ -105,7 +111,12 @@ class Splits:
     @property
     def number(self) -> Any:
         """The number of this CTA's team."""
-        return self.cta // self.team
+        return quotient(self.cta, self.team)
+
+    @property
+    def owners(self) -> Any:
+        """The owners of units, as a team sees them."""
+        return quotient(self.heads, self.team)
 
     @property
     def begin(self) -> Any:
@@ -119,22 +130,27 @@ class Splits:
         """The length of a unit of `blocks` blocks on that axis."""
         if self.size is None:
             return weight(blocks, self.start)
-        parts = (blocks + self.size - 1) // larger(self.size, 1)
+        parts = quotient(blocks + self.size - 1, larger(self.size, 1))
         return select(self.size > 0, parts, weight(blocks, self.start))
 
     def units(self, blocks: Any) -> Any:
         """The length of an entry's units on the axis; a team's heads count once."""
-        return self.heads // self.team * self.weight(blocks)
+        return self.owners * self.weight(blocks)
 
     def piece(self, at: Any, span: EntrySpan) -> Piece:
         """The part that begins at position `at` or after it, in one of the units of `span`."""
         length = weight(span.blocks, self.start)
-        head = (at - span.begin) // length
+        head = quotient(at - span.begin, length)
         unit = span.begin + head * length  # its position
-        cut, fixed = self._cut(at, unit, length), self._fixed(at, unit, span, head)
-        first, end, part, parts, slot, step, slot_0, after = (
-            select(self.num_splits > 0, y, x) for x, y in zip(cut, fixed, strict=True)
-        )
+        found = self._cut(at, unit, length)
+        if self.whole is None:
+            fixed = self._fixed(at, unit, span, head)
+            found = tuple(
+                select(self.num_splits > 0, y, x) for x, y in zip(found, fixed, strict=True)
+            )
+        else:
+            found = self._whole(at, unit, length, found)
+        first, end, part, parts, slot, step, slot_0, after = found
         return self._mine(
             Piece(span.entry, head, first, end, part, parts, slot, step, slot_0, after)
         )
@@ -143,9 +159,9 @@ class Splits:
         """The part at position `at`, in one of the units of `span`, where each part has a team to
         itself: all parts of a unit are equally long, except the last."""
         parts = self.weight(span.blocks)
-        head = (at - span.begin) // parts
+        head = quotient(at - span.begin, parts)
         unit = span.begin + head * parts  # its position
-        part, long = at - unit, (span.blocks + parts - 1) // parts
+        part, long = at - unit, quotient(span.blocks + parts - 1, parts)
         first = smaller(part * long, span.blocks)
         end = smaller(first + long, span.blocks)
         return self._mine(
@@ -167,10 +183,21 @@ class Splits:
         """
         first = larger(at - unit - self.start, 0)
         end = smaller(length, self.end - unit) - self.start
-        front = (unit + self.start) // self.quota  # the team of part 0
-        parts = (unit + length - 1) // self.quota - front + 1
+        front = quotient(unit + self.start, self.quota)  # the team of part 0
+        parts = quotient(unit + length - 1, self.quota) - front + 1
         slots = 2 * (front + 1), 2, 2 * front + 1
         return first, end, self.number - front, parts, *slots, unit + length
+
+    def _whole(self, at: Any, unit: Any, length: Any, cut: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A part as `cut` or, where units are whole, the unit, if it begins in the share."""
+        first, end, part, parts, slot, step, slot_0, after = cut
+        mine = (at <= unit + self.start) & (unit + self.start < self.end)
+        first, end = (
+            select(self.whole, 0, first),
+            select(self.whole, select(mine, length - self.start, 0), end),
+        )
+        part, parts = select(self.whole, 0, part), select(self.whole, 1, parts)
+        return first, end, part, parts, slot, step, slot_0, after
 
     def _fixed(self, at: Any, unit: Any, span: EntrySpan, head: Any) -> tuple[Any, ...]:
         """One of num_splits parts, if it starts in the share."""
@@ -202,37 +229,54 @@ class EvenParts:
     @property
     def owners(self) -> Any:
         """The owners of units, as a team sees them."""
-        return self.heads // self.team
+        return quotient(self.heads, self.team)
 
     @property
     def begin(self) -> Any:
         """The position of the first part on the axis of all parts; a team's heads count once."""
-        return self.cta // self.team
+        return quotient(self.cta, self.team)
 
     def entry(self, at: Any) -> Any:
-        return at // self.parts // self.owners
+        return quotient(quotient(at, self.parts), self.owners)
 
     def whole(self, at: Any) -> Piece:
         """The unit at position `at`, where units have one part."""
-        entry = at // self.owners
+        entry = quotient(at, self.owners)
         head = (at - entry * self.owners) * self.team + self.cta - self.begin * self.team
         return Piece(entry, head, 0, NEVER, 0, 1, 0, 0, 0, at + self.teams)
 
     def piece(self, at: Any, blocks: Any) -> Piece:
         """The part at position `at` of a unit of `blocks` blocks; empty where earlier parts hold
         all of them."""
-        unit = at // self.parts
-        part, entry = at - unit * self.parts, unit // self.owners
-        long = larger((blocks + self.parts - 1) // self.parts, 1)
+        unit = quotient(at, self.parts)
+        part, entry = at - unit * self.parts, quotient(unit, self.owners)
+        long = larger(quotient(blocks + self.parts - 1, self.parts), 1)
         long = select(blocks <= long + self.merge, larger(blocks, 1), long)
         first = smaller(part * long, blocks)
         member = self.cta - self.begin * self.team
         slot = unit * self.parts * self.team + member
         return Piece(
             entry, (unit - entry * self.owners) * self.team + member, first,
-            smaller(first + long, blocks), part, (blocks + long - 1) // long,
+            smaller(first + long, blocks), part, quotient(blocks + long - 1, long),
             slot + self.team, self.team, slot, at + self.teams,
         )  # fmt: skip
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """a // b for a >= 0 and b > 0.
+
+    NOTE: by two reciprocals, the second of what the first leaves, it takes a third of the
+    instructions of a division, which are fetched from memory before a CTA's first load
+    (docs/facts/decode.md#short-walk).
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    a, b = Int32(a), Int32(b)
+    inverse = reciprocal(Float32(b))
+    found = Int32(Float32(a) * inverse)
+    found += Int32(Float32(a - found * b) * inverse)
+    left = a - found * b
+    return found + select(left >= b, 1, select(left < 0, -1, 0))
 
 
 def are_many(units: Any, teams: Any) -> Any:

@@ -38,6 +38,9 @@ class MlaConfig:
     varlen_q: ClassVar[bool] = False
     appended: ClassVar[bool] = False
     by_room: ClassVar[bool] = False
+    one_block: ClassVar[bool] = False
+    in_shares: ClassVar[bool] = False
+    few_entries: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     parts: ClassVar[str] = "shares"
     sink: ClassVar[bool] = False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cutlass import Boolean, Int32
 
 from cutex.device.attention.block_info import larger
 from cutex.device.attention.unit_rows import UnitRows
-from cutex.kernels.attention.decode.shared import Part, Walk
+from cutex.kernels.attention.decode.shared import Walk
 from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 from cutex.kernels.attention.mla.combine import rows_of
 from cutex.kernels.attention.mla.signature import blocks_of_rows
@@ -21,11 +22,13 @@ UNEVEN = 5  # percent by which a share of whole units may exceed an equal one
 class MlaWalk(Walk):
     """A CTA's, or a pair's, walk over its parts of units."""
 
+    asks_shortest: ClassVar[bool] = True
+
     def worker(self) -> tuple[Int32, Int32]:
         cta, ctas = Walk.worker(self)
         return cta // self.config.ctas_of_part, ctas // self.config.ctas_of_part
 
-    def rows(self, piece: Piece | Part) -> UnitRows:
+    def rows(self, piece: Piece) -> UnitRows:
         """The rows of a part's unit."""
         return rows_of(self.args, self.sizes, piece.entry, piece.head, self.config.tile_m)
 

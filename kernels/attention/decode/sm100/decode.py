@@ -17,9 +17,9 @@ from cutlass.memory import SmemAllocator
 from cutex.device.atoms.mma import allocate_slots
 from cutex.device.atoms.tmem import Tmem, fence_after_sync, fence_before_sync
 from cutex.device.pipeline import Warps, publish_barriers
-from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, ring
+from cutex.kernels.attention.decode.launch import DecodeKernel, Load, kv_slots, ring
 from cutex.kernels.attention.decode.out import out_of
-from cutex.kernels.attention.decode.shared import Load, Shared
+from cutex.kernels.attention.decode.shared import Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm100.config import ROWS, Sm100DecodeConfig
 from cutex.kernels.attention.decode.sm100.mma import Mma

@@ -23,9 +23,9 @@ from cutex.device.atoms.mma import allocate_slots
 from cutex.device.pipeline import Warps, publish_barriers
 from cutex.device.words import WordRing
 from cutex.kernels.attention.decode.config import ROWS, DecodeConfig
-from cutex.kernels.attention.decode.launch import DecodeKernel, kv_slots, ring
+from cutex.kernels.attention.decode.launch import CopyLoad, DecodeKernel, Load, kv_slots, ring
 from cutex.kernels.attention.decode.out import out_of
-from cutex.kernels.attention.decode.shared import PART, CopyLoad, Load, Shared
+from cutex.kernels.attention.decode.shared import PART, Shared
 from cutex.kernels.attention.decode.signature import KernelArgs, Sizes
 from cutex.kernels.attention.decode.sm90.compute import Compute, Wide, Widen, product_dtype
 from cutex.kernels.attention.decode.sm90.few_rows import FewRows, Sums

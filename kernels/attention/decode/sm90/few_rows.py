@@ -5,20 +5,15 @@ block's load, scores and sums follow each other for longer than memory takes to 
 block. So each warp processes every fourth block of a part on its own, by mma.sync of 16 rows, and
 four blocks are in progress at a time. At the end the warps merge their sums in smem. If there are
 registers for it, a warp has two groups of 16 rows, for which a block is loaded and widened once.
-
-e4m3 caches are widened to fp16 in registers: ldmatrix loads pairs of elements as if they were one
-of 16 bits. For K these are four neighbours along the head dim, so a thread holds Q by fours, too;
-for V two columns of two keys, whose products are two accumulators.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, cute
-from cutlass.cute.nvgpu import warp
+from cutlass import Boolean, Float16, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.atoms.mma import contiguous_rows_layout
@@ -30,6 +25,13 @@ from cutex.device.attention.row_store import UNIT, WORDS
 from cutex.device.attention.scores import ScoreOps
 from cutex.device.attention.softmax import LN2, LOG2_E, rows_of
 from cutex.device.attention.unit_rows import UnitRows, units_of
+from cutex.device.attention.warp_products import (
+    MMA_K,
+    Groups,
+    NarrowKeys,
+    NarrowValues,
+    WarpProduct,
+)
 from cutex.device.pipeline import PipelineState
 from cutex.kernels.attention.decode.config import FEW_ROWS, DecodeConfig
 from cutex.kernels.attention.decode.launch import kv_slots
@@ -37,113 +39,8 @@ from cutex.kernels.attention.decode.sm90.compute import Compute, product_dtype, 
 from cutex.kernels.attention.decode.splits import EntrySpan, Piece, Splits
 
 WARPS, WARP = 4, 32
-MMA_N, MMA_K = 8, 16
-EVEN_ODD = 0x3120  # a selector of prmt: bytes 0, 2, 1, 3
 
 State = tuple[PipelineState, PipelineState]  # of this warp in the rings of K and of V
-Groups = tuple[cute.Tensor, ...]  # of each group of 16 rows
-
-
-class WarpProduct(NamedTuple):
-    """acc += A @ B[slot]^T of one warp: 16 rows of A in registers, B in slots of smem."""
-
-    mma: cute.TiledMma
-    load: cute.TiledCopy  # by ldmatrix
-    source: cute.Tensor  # (CPY, CPY_N, CPY_K, SLOT)
-    b: cute.Tensor  # (MMA, MMA_N, MMA_K) registers
-
-    @classmethod
-    def of(cls, sB: cute.Tensor, k_major: bool) -> Self:
-        """The product with sB (bN, bK, SLOT), contiguous along K or along N."""
-        dtype, lane = sB.element_type, cute.arch.lane_idx()
-        # NOTE: two blocks of N at a time: one ldmatrix brings 8 rows of B four times
-        mma = cute.make_tiled_mma(
-            warp.MmaF16BF16Op(dtype, Float32, (FEW_ROWS, MMA_N, MMA_K)),
-            permutation_mnk=(FEW_ROWS, 2 * MMA_N, MMA_K),
-        )
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not k_major, 4), dtype)
-        load = cute.make_tiled_copy_B(atom, mma)
-        source = load.get_slice(lane).partition_S(sB)
-        tCsB = mma.get_slice(lane).partition_B(sB)  # (MMA, MMA_N, MMA_K, SLOT)
-        return cls(mma, load, source, mma.make_fragment_B(tCsB[None, None, None, 0]))
-
-    def accumulator(self, columns: int) -> cute.Tensor:
-        """Registers for 16 rows, (MMA, 1, MMA_N)."""
-        return self.mma.make_fragment_C(self.mma.partition_shape_C((FEW_ROWS, columns)))
-
-    @property
-    def k_blocks(self) -> int:
-        return cute.size(self.b, mode=[2])
-
-    def load_block(self, k_block: int, slot: Int32) -> cute.Tensor:
-        """A block of K of B, (MMA, MMA_N), by ldmatrix."""
-        to = self.load.get_slice(cute.arch.lane_idx()).retile(self.b)  # (CPY, CPY_N, CPY_K)
-        cute.copy(self.load, self.source[None, None, k_block, slot], to[None, None, k_block])
-        return self.b[None, None, k_block]
-
-    @cute.jit
-    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
-        """acc += A @ B[slot]^T of each group, A as ((2, 2, 2), 1, MMA_K)."""
-        for k_block in cutlass.range_constexpr(self.k_blocks):
-            b = self.load_block(k_block, slot)
-            for g in cutlass.range_constexpr(len(a)):
-                cute.gemm(self.mma, acc[g], a[g][None, None, k_block], b, acc[g])
-
-
-class NarrowKeys(WarpProduct):
-    """S += Q @ K[slot]^T with K in e4m3, two of which are one element of B: a thread holds four
-    neighbours of K, and must hold the same four of Q (FewRows.load_words)."""
-
-    @cute.jit
-    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
-        for k_block in cutlass.range_constexpr(self.k_blocks):
-            words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
-            tiles = cute.size(words) // 2
-            b = cute.make_rmem_tensor(cute.make_layout(((2, 2), tiles, 2)), Float16)
-            for n in cutlass.range_constexpr(tiles):
-                for half in cutlass.range_constexpr(2):
-                    wide = widened(words[2 * n + half])
-                    for i in cutlass.range_constexpr(4):
-                        b[(i % 2, i // 2), n, half] = wide[i]
-            for half in cutlass.range_constexpr(2):
-                for g in cutlass.range_constexpr(len(a)):
-                    of_q = a[g][None, None, 2 * k_block + half]
-                    cute.gemm(self.mma, acc[g], of_q, b[None, None, half], acc[g])
-
-
-class NarrowValues(WarpProduct):
-    """O += P @ V[slot] with V in e4m3, two columns of which are one element of B: the first half of
-    O's tiles has the even columns, the second half the odd ones."""
-
-    @cute.jit
-    def add(self, a: Groups, acc: Groups, slot: Int32) -> None:
-        for k_block in cutlass.range_constexpr(self.k_blocks):
-            words = cute.recast_tensor(self.load_block(k_block, slot), Int32)
-            tiles = cute.size(words) // 2
-            b = cute.make_rmem_tensor(cute.make_layout(((2, 2), tiles, 2)), Float16)
-            for n in cutlass.range_constexpr(tiles):
-                for keys in cutlass.range_constexpr(2):
-                    word = words[2 * n + keys]
-                    wide = widened(Int32(cute.arch.prmt(word, word, EVEN_ODD)))
-                    for i in cutlass.range_constexpr(4):
-                        b[(i % 2, keys), n, i // 2] = wide[i]
-            for odd in cutlass.range_constexpr(2):
-                for g in cutlass.range_constexpr(len(a)):
-                    of_columns = cute.make_tensor(
-                        acc[g].iterator + odd * 4 * tiles, cute.make_layout(((2, 2), 1, tiles))
-                    )
-                    of_p = a[g][None, None, k_block]
-                    cute.gemm(self.mma, of_columns, of_p, b[None, None, odd], of_columns)
-
-
-@cute.jit
-def widened(word: Int32) -> cute.Tensor:
-    """Four e4m3 values as fp16."""
-    held = cute.make_rmem_tensor(cute.make_layout(4), Float8E4M3FN)
-    cute.recast_tensor(held, Int32)[0] = word
-    wide = cute.make_rmem_tensor(cute.make_layout(4), Float16)
-    wide.store(held.load().to(Float16))
-    return wide
 
 
 class Sums(NamedTuple):
@@ -177,7 +74,6 @@ class FewRows(Compute):
         q = tuple(cute.make_rmem_tensor(fragment_of_a(c.head_dim), dtype) for _ in groups)
         acc = tuple(pv.accumulator(c.head_dim_v) for _ in groups)
         lse = tuple(cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in groups)
-        splits, span, end = s.begin()
         k, v = s.k.consumer(), s.v.consumer()
         k.skip(number)
         v.skip(number)
@@ -185,24 +81,34 @@ class FewRows(Compute):
             cute.make_rmem_tensor(fragment_of_a(c.head_dim), self.mQ.element_type) for _ in groups
         )
         before = Int32(0)  # blocks of the parts before
-        span, piece = self.next_part(splits, splits.begin, end, span)
+        source = s.begin() if s.parts is None else None
+        piece, found, place = self.first_part(source)
         if cutlass.const_expr(self.has_q_ahead):
             self.load_q_of(piece, ahead)
         while piece.end > piece.first:
-            rows, blocks, now = s.rows(piece), s.of_piece(piece), piece
+            rows, now, blocks = s.rows(piece), piece, found
+            if cutlass.const_expr(s.parts is None):
+                blocks = s.of_piece(piece)
             if cutlass.const_expr(not self.has_q_ahead):
                 self.load_rows(ahead, rows)
             score_ops = tuple(
                 x.score_ops(rows, x.taken(ahead[x.group], q[x.group], rows)) for x in groups
             )
-            span, piece = self.next_part(splits, now.after, end, span)
-            if cutlass.const_expr(self.has_q_ahead):
-                self.load_q_of(piece, ahead)
+            if cutlass.const_expr(s.parts is None):
+                piece, found, place = self.part_after(now, source, place)
+                if cutlass.const_expr(self.has_q_ahead):
+                    self.load_q_of(piece, ahead)
             first = (number + WARPS - before) % WARPS  # of this warp's blocks
             k, v = self.blocks((qk, pv), (q, acc, lse), score_ops, rows, blocks, first, (k, v))
             before = (before + blocks.end - blocks.first) % WARPS
+            if cutlass.const_expr(s.parts is not None):
+                # NOTE: not before: a part is told when one's last keys are on their way, for which
+                # this one's must have been read
+                piece, found, place = self.part_after(now, source, place)
+                if cutlass.const_expr(self.has_q_ahead):
+                    self.load_q_of(piece, ahead)
             for g in cutlass.range_constexpr(len(groups)):
-                self.merge(acc[g], lse[g], first)
+                self.merge(acc[g], lse[g], first, rows.count)
             self.store(acc, lse, rows, now)
 
     @property
@@ -215,6 +121,24 @@ class FewRows(Compute):
         """Whether Q of the next part is loaded during a part: there must be registers for it."""
         c = self.shared.config
         return c.accumulators + c.row_groups * c.head_dim // 4 <= c.most_accumulators
+
+    def first_part(self, source: Any) -> tuple[Piece, Any, Any]:
+        """The first part, its blocks if they are told, and where the walk is."""
+        s = self.shared
+        if s.parts is None:
+            splits, span, end = source
+            span, piece = self.next_part(splits, splits.begin, end, span)
+            return piece, Int32(0), span
+        return s.take_part(s.parts.ring.consumer())
+
+    def part_after(self, piece: Piece, source: Any, place: Any) -> tuple[Piece, Any, Any]:
+        """As first_part, of the part after `piece`."""
+        s = self.shared
+        if s.parts is None:
+            splits, _, end = source
+            span, following = self.next_part(splits, piece.after, end, place)
+            return following, Int32(0), span
+        return s.take_part(place)
 
     @cute.jit
     def next_part(
@@ -356,32 +280,47 @@ class FewRows(Compute):
         return k, v
 
     @cute.jit
-    def merge(self, acc: cute.Tensor, lse: cute.Tensor, number: Int32) -> None:
+    def merge(self, acc: cute.Tensor, lse: cute.Tensor, number: Int32, count: Int32) -> None:
         """Merge O and LSE of all warps; this one has the blocks from `number` on, and stores its
-        `units` of O. A part has the same bits whichever warps had which blocks."""
+        `units` of O. A part has the same bits whichever warps had which blocks. Of `count` rows."""
         lane = cute.arch.lane_idx()
         rows = rows_of(acc)
-        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         self.out.sync()  # the sums of the part before have been read
-        for unit in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
-            for r in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    pair[i] = rows[r, self.column(unit, i)]
-                self.sums.o[None, lane, 2 * unit + r, number].store(pair.load())
         for r in cutlass.range_constexpr(2):
             self.sums.lse[r, lane, number] = lse[r]
+        self.keep(rows, 0, number)
+        # NOTE: of a token of up to eight heads the second rows do not exist
+        if count > FEW_ROWS * self.group + FEW_ROWS // 2:
+            self.keep(rows, 1, number)
         self.out.sync()
-        for r in cutlass.range_constexpr(2):
-            lses = tuple(self.sums.lse[r, lane, w] for w in range(WARPS))
-            weights, lse[r] = shares_of(lses)
-            for i in cutlass.range_constexpr(self.units):
-                total = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                total.fill(0.0)
-                for w in cutlass.range_constexpr(WARPS):
-                    of_warp = self.sums.o[None, lane, 2 * (self.first_unit() + i) + r, w].load()
-                    total.store(total.load() + of_warp * weights[w])
-                for j in cutlass.range_constexpr(2):
-                    rows[r, 2 * i + j] = total[j]
+        self.add_up(rows, lse, 0)
+        if count > FEW_ROWS * self.group + FEW_ROWS // 2:
+            self.add_up(rows, lse, 1)
+
+    @cute.jit
+    def keep(self, rows: cute.Tensor, r: cutlass.Constexpr[int], number: Int32) -> None:
+        """Write this warp's row `r` of O to smem."""
+        lane = cute.arch.lane_idx()
+        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        for unit in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
+            for i in cutlass.range_constexpr(2):
+                pair[i] = rows[r, self.column(unit, i)]
+            self.sums.o[None, lane, 2 * unit + r, number].store(pair.load())
+
+    @cute.jit
+    def add_up(self, rows: cute.Tensor, lse: cute.Tensor, r: cutlass.Constexpr[int]) -> None:
+        """Add up all warps' row `r`, of this warp's units."""
+        lane = cute.arch.lane_idx()
+        lses = tuple(self.sums.lse[r, lane, w] for w in range(WARPS))
+        weights, lse[r] = shares_of(lses)
+        for i in cutlass.range_constexpr(self.units):
+            total = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            total.fill(0.0)
+            for w in cutlass.range_constexpr(WARPS):
+                of_warp = self.sums.o[None, lane, 2 * (self.first_unit() + i) + r, w].load()
+                total.store(total.load() + of_warp * weights[w])
+            for j in cutlass.range_constexpr(2):
+                rows[r, 2 * i + j] = total[j]
 
     # ---- O
 
