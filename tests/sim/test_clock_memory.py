@@ -32,7 +32,7 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )
-from cutex.sim.timing.fetches import SECTOR, Reuse
+from cutex.sim.timing.fetches import LINE, SECTOR, Fetches, Reuse, spread
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.power import watts
 from cutex.sim.timing.predict import predict
@@ -233,9 +233,10 @@ def test_what_all_ctas_load_comes_from_memory_once():
 @pytest.mark.parametrize(
     ("between", "size", "share"),
     [
-        (4e6, 1e9, 1 / 2),  # six times so much is in L2 still
-        (5e6, 1e9, 1.0),  # six times so much is not
-        (5e6, 2e7, 1 / 2),  # all of the tensor is
+        (9e6, 1e9, 1 / 2),  # six times so much is in L2 still
+        (12e6, 1e9, 3 / 4),  # of six times so much a half
+        (15e6, 1e9, 1.0),  # six times so much is not
+        (15e6, 2e7, 1 / 2),  # all of the tensor is
     ],
 )
 def test_what_a_cta_loads_again_comes_from_l2_while_that_keeps_it(between, size, share):
@@ -334,3 +335,37 @@ def test_the_latest_of_many_sectors_counts():
     mean = {n: sum(timeline.latest(n) for _ in range(4000)) / 4000 for n in (1, 16, 1000)}
     assert mean[1] == pytest.approx(0.98, abs=0.06) and mean[16] == pytest.approx(3.1, abs=0.1)
     assert mean[1000] == pytest.approx(4.0, abs=0.01)
+
+
+def test_copies_into_padded_rows_spread_sectors_and_into_swizzled_ones_do_not():
+    at = np.arange(32) * 16  # four rows of 128 bytes
+    row = at // LINE
+    assert spread(at // SECTOR, at) == spread(at // SECTOR, at ^ row % 8 * 16) == 0
+    assert spread(at // SECTOR, at + row * 16) == 8  # those of every second row
+    assert spread(at // SECTOR, at + row * 32) == 0
+
+
+def test_sums_into_few_lines_take_turns_and_one_alone_takes_no_time():
+    def end(count: int, slices: float) -> float:
+        one = one_warp([Touch(4, 1, False, True, 4, sums=4.0)] * count).record
+        return Replay(one, board, Memory(0.0, 132, slices=slices)).run().stores_end
+
+    board = gpu("h200")
+    assert end(1, 1.0) == end(1, 1e9)
+    each = 4 * board.sum_sector * 132
+    assert end(64, 1.0) == pytest.approx(63 * each + board.store_latency, rel=0.01)
+    assert end(64, 1e9) < 0.1 * end(64, 1.0)
+
+
+def test_stores_take_lines_of_l1_but_loads_that_are_issued_together_find_them():
+    def found_again(run: tuple[int, int, int], lines: int) -> int:
+        machine = SimpleNamespace(grid=SimpleNamespace(warp_cta=np.zeros(1, int)))
+        f = Fetches(machine, [], lambda *_: None, {}, {}, l1=10.0 * LINE)  # type: ignore[arg-type]
+        f.run[0] = (0, 0, 0)
+        assert len(f._not_in_l1(0, np.arange(2))) == 2
+        f.store(0, LINE * np.arange(1, 1 + lines))
+        f.run[0] = run
+        return 2 - len(f._not_in_l1(0, np.arange(2)))
+
+    assert [found_again((0, 1, 0), lines) for lines in (4, 12)] == [2, 0]
+    assert found_again((0, 0, 0), 12) == 2

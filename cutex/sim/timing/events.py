@@ -127,6 +127,7 @@ class Touch(NamedTuple):
     queued: int = 0  # of what it adds, for each sector the most lanes of one word, if several
     packets: int = 0  # lines that it sends to L2, of which no sector is written by half
     again: int = 0  # of the sectors, those that its CTA has sent before, which L2 still holds
+    sums: float = 0.0  # of a slice of L2, the time of what it changes, in that of a sector
 
 
 class Fetch(NamedTuple):
@@ -143,6 +144,7 @@ class Fetch(NamedTuple):
     alone: int = 0  # of the sectors, those whose 64 bytes its CTA has no use for but in them
     asked: int = 0  # bytes of all lanes
     banks: float = 0.0  # cycles of L1's banks; 0: not recorded
+    apart: float = 0.0  # sectors that cp.async spreads over several 32 bytes of smem
 
     def held_alone(self, line: float) -> float:
         """The cycles of lines that L1 holds, each of which takes so many, where those of its banks
@@ -218,6 +220,15 @@ class Fetched(NamedTuple):
     span: tuple[float, float] = (0.0, inf)
 
 
+class Added(NamedTuple):
+    """The lines of global memory that a cluster adds to: how many, the first, and behind the last,
+    of it or of all clusters that are known."""
+
+    lines: float = 0.0
+    first: int = 0
+    end: int = 0
+
+
 @dataclass
 class Record:
     """The programs of the warps of a few clusters."""
@@ -234,5 +245,6 @@ class Record:
     steps: int = 0
     roles: dict[int, str] = field(default_factory=dict)  # the role of each warp
     fetched: dict[int, Fetched] = field(default_factory=dict)  # by the tensor's address
+    added: Added = field(default_factory=Added)
     # how often all warps ran a function of the source, by its name; see `record.entries`
     entered: dict[str, int] = field(default_factory=dict)

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
 
 SECTOR = 32  # bytes
+LINE = 128
+# of the bytes of L1 that a CTA has: after how many it begins to lose what it holds, and has lost
+# all; and how many a line takes that is stored. Probe: rows that threads walk along, H200
+KEPT, LOST, STORED_LINE = 0.95, 1.25, 1.2 * LINE
 AHEAD = -2  # the block of loads that stand before their loop
 _PAST_L1 = ("cg", "cv", "volatile", "relaxed", "acquire", "mmio")
 
@@ -122,9 +126,15 @@ class Fetches:
         self.pending: dict[int, list[_Use]] = {}  # by warp
         # of a warp, a load that stands before its loop, and a turn: the addresses, and the number
         self.once: dict[tuple[int, int, int], tuple[bytes, int]] = {}
-        # by CTA: what it has brought into L1, and by sector how much that was at its last load
-        self.brought: dict[int, int] = defaultdict(int)
-        self.held: dict[int, dict[int, int]] = defaultdict(dict)
+        # by CTA: what it has brought into L1, and by line how much that was when it was used last,
+        # and which of its sectors are there, a mask
+        self.brought: dict[int, float] = defaultdict(float)
+        self.held: dict[int, dict[int, tuple[float, int]]] = defaultdict(dict)
+        # by warp: the run of loads that it issues together, and by line that which used it last
+        self.run: dict[int, tuple[int, int, int]] = {}
+        self.together: dict[int, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self.stores: dict[int, int] = defaultdict(int)  # of a warp
+        self.losing: dict[int, float] = defaultdict(float)  # by CTA: lines that L1 has nearly lost
         self.loaded: dict[int, float] = defaultdict(float)  # bytes, by the base of their tensor
         self.sectors: dict[int, set[int]] = defaultdict(set)
         self.reuse: dict[tuple[int, int], Reuse] = defaultdict(Reuse)  # by tensor and CTA
@@ -205,7 +215,7 @@ class Fetches:
         d = Decoder(ins, self.m)
         registers, peer = into_registers(ins), from_peer(ins)
         addresses = [i for i, o in enumerate(ins.operands) if isinstance(o, Address)]
-        address = d.address(addresses[-1])
+        address, into = d.address(addresses[-1]), d.address(addresses[0])
         size = width(ins) if registers else int(ins.operands[addresses[-1] + 1].value)  # type: ignore[union-attr]
         part = None if registers or len(ins.operands) < 4 else d.src(3, "u32")
         place, kept = self.places[pc], cached(ins)
@@ -213,6 +223,7 @@ class Fetches:
 
         def add(b: Batch, verdict: Any) -> None:
             found = b.lanes(address(b)).astype(np.int64)
+            targets = None if registers else b.lanes(into(b)).astype(np.int64)
             active = b.active()
             if part is not None and "ignore" not in ins.op:
                 active = active & (b.lanes(part(b)) > 0)
@@ -222,6 +233,7 @@ class Fetches:
                 at = found[row][lanes]
                 passed, turn = divmod(self.turn[warp, pc], turns)
                 self.turn[warp, pc] += 1
+                self.run[warp] = place.block if place else -1, passed, self.stores[warp]
                 ahead = place is not None and place.hoisted
                 if ahead and self._same(warp, pc, turn, at):
                     numbers = dict.fromkeys(self.written[pc], self.once[warp, pc, turn][1])
@@ -242,6 +254,8 @@ class Fetches:
                     if peer
                     else self._fetch(warp, at, size, lanes if registers else None, kept)
                 )
+                if targets is not None:
+                    event = event._replace(apart=spread(at // SECTOR, targets[row][lanes]))
                 self.add(warp, event)
                 self.lone.update(
                     dict.fromkeys(self.now_alone, (warp, len(self.programs[warp]) - 1))
@@ -273,7 +287,7 @@ class Fetches:
         sectors = np.unique(ends // SECTOR)
         lines = len(np.unique(sectors // 4))
         if kept and self.l1:
-            sectors = self._not_in_l1(int(self.m.grid.warp_cta[warp]), sectors)
+            sectors = self._not_in_l1(warp, sectors)
         region = self.m.memory.find(int(at[0]))
         base = region.base if region is not None else 0
         self.loaded[base] += SECTOR * len(sectors)
@@ -300,14 +314,47 @@ class Fetches:
         self.now_alone = alone
         return len(alone)
 
-    def _not_in_l1(self, cta: int, sectors: np.ndarray) -> np.ndarray:
-        """The sectors that a CTA does not find in L1, where they are from now on."""
-        held, now = self.held[cta], self.brought[cta]
-        each = sectors.tolist()
-        missed = [now - held.get(sector, -inf) > self.l1 for sector in each]
-        self.brought[cta] = now = now + SECTOR * sum(missed)
-        held.update(dict.fromkeys(each, now))
+    def _not_in_l1(self, warp: int, sectors: np.ndarray) -> np.ndarray:
+        """The sectors that a warp does not find in L1, where they are from now on."""
+        cta, run = int(self.m.grid.warp_cta[warp]), self.run[warp]
+        held, now, together = self.held[cta], self.brought[cta], self.together[warp]
+        missed = []
+        for sector in sectors.tolist():
+            line, bit = sector // 4, 1 << sector % 4
+            last, has = held.get(line, (-inf, 0))
+            if has and together.get(line) != run and self._lost(cta, now - last):
+                has = 0
+            together[line] = run
+            if now - last > self.l1:
+                now += LINE
+            missed.append(not has & bit)
+            held[line] = (now, has | bit)
+        self.brought[cta] = now
         return sectors[missed]
+
+    def _lost(self, cta: int, since: float) -> bool:
+        """Whether L1 has lost a line, into which a CTA has brought so much since: of those that it
+        may have lost so many as the share says."""
+        share = (since / self.l1 - KEPT) / (LOST - KEPT)
+        if share <= 0.0 or share >= 1.0:
+            return share >= 1.0
+        self.losing[cta] += share
+        lost = self.losing[cta] >= 1.0
+        self.losing[cta] -= lost
+        return lost
+
+    def store(self, warp: int, at: np.ndarray) -> None:
+        """Stores take lines of L1, too, and leave in these what had been loaded."""
+        self.stores[warp] += 1
+        if self.l1:
+            cta = int(self.m.grid.warp_cta[warp])
+            held, now = self.held[cta], self.brought[cta]
+            for line in np.unique(at // LINE).tolist():
+                last, has = held.get(line, (-inf, 0))
+                if now - last > self.l1:
+                    now += STORED_LINE
+                held[line] = (now, has)
+            self.brought[cta] = now
 
     def _span(self, base: int) -> tuple[float, float]:
         sectors = self.sectors[base]
@@ -330,6 +377,12 @@ class Fetches:
             )
             for base, loaded in self.loaded.items()
         }
+
+
+def spread(sectors: np.ndarray, targets: np.ndarray) -> float:
+    """How many of the sectors a copy spreads over several 32 bytes of shared memory."""
+    places = np.unique(np.stack([sectors, targets // SECTOR]), axis=1).shape[1]
+    return float(places - len(np.unique(sectors)))
 
 
 class Reuse:

@@ -67,6 +67,8 @@ class Gpu:
     partial_sector: float = 2.2  # of an SM, for a sector that is written in part, or changed
     part_of_line: float = 3.47  # of an SM, for a line of which no sector is stored by half
     same_word: float = 3.0  # of an SM, for each lane of a warp that adds to the same word
+    sector_apart: float = 2.65  # of an SM, for one that cp.async copies across multiples of 32
+    missed_line: float = 1.64  # of an SM's stores, for a line that loads do not find in L1
     l1_line_cycles: float = 0.3  # of an SM, for a line that L1 holds
     scattered_sector: float = 87.0  # bytes' time of memory for one at random; 0: as for others
     global_latency: float = 300.0  # of an ordinary load that misses L2, at least
@@ -101,7 +103,12 @@ class Gpu:
     launch: float = 3000.0  # from the end of the kernel before to the first instruction
     overlapped_launch: float = 0.0  # the same where the kernel before lets it start; 0: as long
     l2_capacity: float = 50e6  # bytes of tensors that L2 keeps
-    l2_kept: float = 25e6  # bytes read since, after which ordinary loads find data in L2 again
+    l2_kept: float = 25e6  # the same of what SMs at random load, of which both halves keep a copy
+    l2_again: float = 57e6  # bytes since then after which L2 loses of what a CTA loads again
+    l2_lost: float = 87e6  # and after which it has lost all
+    l2_stored: float = 1.0  # how much a stored byte counts among these
+    sum_sector: float = 1.2  # of a slice of L2, for a sector in which ordinary instructions add
+    sum_slices: float = 0.6  # power of the lines added to that gives the slices at work; 0: all
     clusters_of_four: int = 0  # clusters of 4 CTAs that run at one time; 0: sms // 4
     power: Power = Power()
     band: float = 0.1  # expected relative error of the cycles
@@ -129,6 +136,7 @@ B200 = Gpu(
     hbm_gbs=7260.0, sm_hbm_gbs=86.0, tpc_hbm_gbs=112.0, store_bytes=5000.0, tma_bytes=128.0,
     l2_latency=600.0, hbm_latency=580.0, latency_spread=0.2, l2_requests=156.0, l2_merged=0.0,
     l2_copies=1.06, l2_store=2.95, l2_ahead=640.0, l2_capacity=77e6, l2_kept=60e6,
+    l2_again=60e6, l2_lost=60e6, l2_stored=0.0, sum_sector=0.0, missed_line=0.0,
     global_latency=600.0, hbm_tail=0.0, hbm_crowd=0.0, l1_kept=0.0, clusters_of_four=33,
     try_wait=10.0, tmem_copy_bytes=170.0, load_line=2.4, partial_sector=32 * 148 / 5000,
     part_of_line=2.4, same_word=0.0, l1_line_cycles=1.0, scattered_sector=0.0,
@@ -153,6 +161,7 @@ H200 = Gpu(
 H100 = replace(
     H200, name="H100", hbm_gbs=3150.0, l2_bytes=3930.0, l2_requests=82.0, store_bytes=2120.0,
     hbm_latency=700.0, l2_capacity=H200.l2_capacity * 50 / 60, l2_kept=H200.l2_kept * 50 / 60,
+    l2_again=H200.l2_again * 50 / 60, l2_lost=H200.l2_lost * 50 / 60,
     hbm_written=1.0,  # with an H200's 1.2 attention's stage 1 would be 7 % off instead of 2
     band=0.15, clock_band=0.1,
     power=replace(
@@ -217,6 +226,8 @@ SOURCES: dict[str, tuple[str, str]] = {
     ),
     "part_of_line": ("probe: a word of each of 32 lines, 111 cycles, +-3 %", "line_cycles"),
     "same_word": ("probe: a word for each warp, +-3 %", "not measured: none"),
+    "sector_apart": ("probe: cp.async into rows with 16 bytes of padding, +-10 %", "the H200's"),
+    "missed_line": ("probe: words of 32 lines loaded and stored, +-20 %", "not measured: none"),
     "l1_line_cycles": ("probe: 32 words of 16 KB at random, 10 cycles", "1: as by its fits"),
     "scattered_sector": (
         "probe: sectors of 64 MB at random; L2 fetches 64 bytes, and memory is slower so, +-10 %",
@@ -269,7 +280,12 @@ SOURCES: dict[str, tuple[str, str]] = {
         "kernels timed: 29 run at one time, 32 do not",
         "fit: rows of a B200 at 1300 MHz, 32 to 36",
     ),
-    "l2_kept": ("row kernels: 43 MB are lost, 9 MB are not", "prior: half, as on an H200"),
+    "l2_kept": ("gathers from 64 MB", "prior: half, as on an H200"),
+    "l2_again": ("probe: rows that CTAs read twice, 8 to 68 MB in all, +-10 %", "l2_kept"),
+    "l2_lost": ("the same, +-20 %", "l2_kept"),
+    "l2_stored": ("the same, whose second pass stores: lost from 38 to 58 MB, +-50 %", "none"),
+    "sum_sector": ("probe: sums into 1 to 4096 lines, +-20 %", "not measured: none"),
+    "sum_slices": ("the same, +-30 %", "not measured"),
     "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
 }
 

@@ -19,6 +19,7 @@ from cutex.sim.timing.traffic import (
     narrow,
     running,
     shared,
+    slices,
     stored,
     stream,
 )
@@ -69,6 +70,7 @@ def predict(
     memory = Memory(
         missed / loads if loads else 1.0, busy_sms, shared(traced, by_tensor),
         fetched=fetched(traced, gpu), stream=stream(gpu, busy_sms), ahead=gpu.l2_ahead,
+        slices=slices(traced, gpu),
     )  # fmt: skip
     for at, f in record.fetched.items():
         loads += f.loaded * times

@@ -28,6 +28,7 @@ from cutex.sim.ptx.operands import Address, Imm, Vector
 from cutex.sim.ptx.program import Instruction
 from cutex.sim.timing.counters import SharedCounters
 from cutex.sim.timing.events import (
+    Added,
     Arrive,
     BarrierId,
     Cluster,
@@ -50,7 +51,7 @@ from cutex.sim.timing.events import (
     Wait,
     Work,
 )  # fmt: skip
-from cutex.sim.timing.fetches import Fetches, into_registers, width
+from cutex.sim.timing.fetches import LINE, Fetches, into_registers, width
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.order import FIELDS, by_instruction
 from cutex.sim.timing.touches import Together, touched
@@ -120,6 +121,7 @@ class Recorder(Observer):
         self.work = np.zeros((machine.grid.num_warps, len(Work._fields)))
         self.maps: dict[int, TensorMap] = {}  # by address
         self.flops, self.steps, self.together = 0.0, 0, Together()
+        self.added: set[int] = set()  # lines of global memory
         self.columns = 0  # columns of tensor memory of a CTA's largest allocation
         self.counts = np.zeros((machine.grid.num_warps, len(code)), np.int64)
         self.loads = np.zeros(machine.grid.num_ctas, int)
@@ -175,8 +177,14 @@ class Recorder(Observer):
             {w: int(g.warp_cta[w]) for w in range(g.num_warps)},
             {w: int(g.warp_in_cta[w]) for w in range(g.num_warps)},
             g.cluster_size, g.num_ctas, g.warps_per_cta, complete, self.flops, self.steps,
-            distinct(roles, self.programs), self.fetches.fetched(), entries(self.code, self.counts),
+            distinct(roles, self.programs), self.fetches.fetched(), self._added(),
+            entries(self.code, self.counts),
         )  # fmt: skip
+
+    def _added(self) -> Added:
+        if not self.added:
+            return Added()
+        return Added(float(len(self.added)), min(self.added), max(self.added) + 1)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -448,14 +456,18 @@ class Recorder(Observer):
         d = Decoder(ins, self.m)
         address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
         size, cta_of = width(ins), self.m.grid.warp_cta.tolist()
+        floats = any(part.startswith(("f", "bf")) for part in ins.parts[2:])
 
         def add(b: Batch, verdict: Any) -> None:
             addresses, active = b.lanes(address(b)).astype(np.int64), b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
-                warp, touch = int(b.idx[row]), touched(at, size, waits, adds)
+                warp, touch = int(b.idx[row]), touched(at, size, waits, adds, floats)
+                if waits or adds:
+                    self.added.update((at // LINE).tolist())
                 if not (waits or adds):
                     touch = self.together.store(warp, cta_of[warp], at, size, self.programs[warp])
+                    self.fetches.store(warp, at)
                 self._add(warp, touch)
 
         return add

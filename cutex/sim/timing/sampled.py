@@ -29,7 +29,7 @@ from cutex.sim.machine.residency import Residency
 from cutex.sim.ptx.program import Program
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.timing.contents import Contents
-from cutex.sim.timing.events import Fetched, Record, Work
+from cutex.sim.timing.events import Added, Fetched, Record, Work
 from cutex.sim.timing.gpus import Gpu
 from cutex.sim.timing.machine_code import Cost
 from cutex.sim.timing.replay import Replay, Run
@@ -42,6 +42,7 @@ from cutex.sim.timing.traffic import (
     loaded,
     narrow,
     shared,
+    slices,
     stored,
     stream,
 )
@@ -111,6 +112,13 @@ class Sampled:
             different = self.mean([f.different for f in found])
             means[at] = Fetched(loaded, different, min(most.size, span), again)
         return means
+
+    def added(self) -> Added:
+        """The lines that a cluster adds to, in the mean, between the first and the last of all."""
+        found = [r.added for r in self.records.values()]
+        some = [a for a in found if a.lines] or found
+        first, end = min(a.first for a in some), max(a.end for a in some)
+        return Added(self.mean([a.lines for a in found]), first, end)
 
     def times(self, each: Sequence[float]) -> np.ndarray:
         """For each cluster of the grid its cycles, by those of the records; by its issue slots,
@@ -208,7 +216,8 @@ class Sampler(Few):
                         records[number] = self.record(what, number)
                 amounts = [work(r) for r in records.values()]
                 if max(amounts) <= (1 + ALIKE) * min(amounts):
-                    first.record.fetched = Sampled(first, records, dynamic).fetched()
+                    alike = Sampled(first, records, dynamic)
+                    first.record.fetched, first.record.added = alike.fetched(), alike.added()
                     return
                 largest = max(r.steps for r in records.values())
                 most = min(first.clusters, MANY, MOST_COUNTED // largest)
@@ -267,11 +276,12 @@ def predict_sampled(sampled: Sampled, gpu: Gpu, log: bool = False) -> Timed:
     total = sum(by_tensor.values())
     missed = dram(first, by_tensor, gpu)
     busy_sms = min(count, groups) * size
-    as_the_mean = replace(first, record=replace(first.record, fetched=sampled.fetched()))
+    mean = replace(first.record, fetched=sampled.fetched(), added=sampled.added())
+    as_the_mean = replace(first, record=mean)
     memory = Memory(
         missed / total if total else 1.0, busy_sms, shared(first, by_tensor),
         fetched=fetched(as_the_mean, gpu), stream=stream(gpu, busy_sms),
-        ahead=gpu.l2_ahead,
+        ahead=gpu.l2_ahead, slices=slices(as_the_mean, gpu),
     )  # fmt: skip
     for at, miss in memory.fetched.items():
         found = [r.fetched[at].loaded if at in r.fetched else 0.0 for r in records]

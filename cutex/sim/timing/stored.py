@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cutex.sim.timing import events
-from cutex.sim.timing.events import Fetched, Load, Record
+from cutex.sim.timing.events import Added, Fetched, Load, Record
 from cutex.sim.timing.lengths import Lengths
 from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.trace import Sharing, Traced
@@ -151,6 +151,7 @@ def _traced(row: dict[str, Any], programs: list[Any]) -> Traced:
         r[name] = {int(w): x for w, x in r[name].items()}
     r["fetched"] = {int(at): _tuple(x) for at, x in r.get("fetched", {}).items()}
     r["fetched"] = {at: Fetched(*x) for at, x in r["fetched"].items()}
+    r["added"] = Added(*r.get("added", ()))
     sharing = {int(m): Sharing(**s) for m, s in row["sharing"].items()}
     grid, overlaps, stack = tuple(row["grid"]), row.get("overlaps", False), row.get("stack", 0)
     return Traced(Record(**r), grid, row["per_sm"], sharing, row["name"], overlaps, stack)

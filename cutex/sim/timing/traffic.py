@@ -70,18 +70,22 @@ def held_by_l2(record: Record, near: float) -> dict[int, float]:
 def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
     """The share of the bytes of each tensor that all clusters fetch from HBM, where each comes
     once; and once more if L2 keeps neither the tensor nor what all CTAs that run side by side fetch
-    of it between two fetches of the same. What a CTA fetches again comes from HBM after what
-    it fetches first. Of sectors that are alone in their 64 bytes, in no order, L2 holds as many as
-    it keeps of the tensor.
+    of it between two fetches of the same, and store meanwhile. What a CTA fetches again comes from
+    HBM after what it fetches first. Of sectors that are alone in their 64 bytes, in no order, L2
+    holds as many as it keeps of the tensor.
     """
     size, count = traced.record.cluster_size, running(traced, gpu)
     ctas = min(count, clusters_at_once(gpu, size) * traced.per_sm) * size
     missed = {}
+    loads = sum(loaded(traced.record).values())
+    loads += sum(f.loaded for f in traced.record.fetched.values())
+    if loads:
+        ctas *= 1 + gpu.l2_stored * stored(traced.record, added=False) / loads
     for at, f in traced.record.fetched.items():
         once = min(f.size, f.different * count)
         lost = 0.0
         if f.size > gpu.l2_capacity:
-            lost = sum(bytes_ for between, bytes_ in f.again if between * ctas > gpu.l2_kept)
+            lost = sum(bytes_ * _lost(between * ctas, gpu) for between, bytes_ in f.again)
         all_ = f.loaded * count
         share = min(1.0, (once + lost * count) / all_) if all_ else 0.0
         again = sum(bytes_ for _, bytes_ in f.again) / f.loaded if f.loaded else 0.0
@@ -91,6 +95,20 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
         scattered = max(first, 1.0 - gpu.l2_kept / f.size if f.size else 0.0)
         missed[at] = Missed(share, first, rest / again if again else 0.0, near, scattered)
     return missed
+
+
+def _lost(between: float, gpu: Gpu) -> float:
+    """The share of what CTAs fetch again that L2 has lost, when so many bytes have passed."""
+    if between <= gpu.l2_again:
+        return 0.0
+    most = gpu.l2_lost - gpu.l2_again
+    return min(1.0, (between - gpu.l2_again) / most) if most else 1.0
+
+
+def slices(traced: Traced, gpu: Gpu) -> float:
+    """How many slices of L2 add at one time to the lines that all clusters add to."""
+    lines, first, end = traced.record.added
+    return max(1.0, min(lines * running(traced, gpu), end - first)) ** gpu.sum_slices
 
 
 def stored(record: Record, added: bool = True) -> float:

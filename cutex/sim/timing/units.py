@@ -60,6 +60,7 @@ class Memory:
     fetched: dict[int, Missed] = field(default_factory=dict)  # of ordinary loads, by tensor
     stream: float = inf  # bytes per cycle that one SM takes from HBM, at most
     ahead: float = 0.0  # cycles by which an SM may exceed its share of L2, as others are idle
+    slices: float = 1.0  # of L2 that add at one time
     # by tensor, in place of `miss`, where one tile a CTA is all there is
     touches: dict[int, FirstTouch] = field(default_factory=dict)
 
@@ -157,8 +158,10 @@ class Sm:
         self.outside = Unit("TMA outside")
         self.out = Unit("stores")
         self.passes = Unit("lines of stores")
+        self.sums = Unit("sums in L2")
         self.lines = Unit("loads")
         self.banks = Unit("L1 banks")
+        self.fills = Unit("copies to smem")
         self.peers = Unit("other CTAs' smem")
         self.sent = Unit("bytes to other CTAs")
         self.received = Unit("bytes from other CTAs")
@@ -180,6 +183,6 @@ class Sm:
         cores = [u for core in self.cores for u in (core.slots, *core.pipes)]
         return [
             *cores, self.port, self.tensor, self.tmem, self.issue, self.ingest, self.outside,
-            self.out, self.passes, self.lines, self.banks, self.peers, self.sent,
-            self.received, self.l2, self.hbm,
+            self.out, self.passes, self.sums, self.lines, self.banks, self.fills, self.peers,
+            self.sent, self.received, self.l2, self.hbm,
         ]  # fmt: skip

@@ -400,6 +400,9 @@ class Warp:
         parts = max(whole + e.partial * g.partial_sector, e.packets * g.part_of_line)
         sent = self.sm.out.serve(now, max(parts, e.queued * g.same_word))
         end = max(self.sm.passes.serve(now, e.lines * g.line_cycles), sent)
+        if e.sums and g.sum_sector:  # one alone is done at once: only those before it take time
+            cycles = e.sums * g.sum_sector * m.sms / m.slices
+            end = max(end, self.sm.sums.serve(now, cycles) - cycles)
         if e.waits:
             return self._until("global memory", now, end + g.global_latency)
         if not e.adds:
@@ -420,6 +423,10 @@ class Warp:
         taken = self.sm.lines.serve(now, e.lines * g.load_line + e.held_alone(g.l1_line_cycles))
         if e.banks:
             taken = max(taken, self.sm.banks.serve(now, max(e.banks, e.held * g.l1_line_cycles)))
+        if e.apart:
+            taken = max(taken, self.sm.fills.serve(now, e.apart * g.sector_apart))
+        if e.lines and g.missed_line:  # what misses L1 goes the way of stores
+            taken = max(taken, self.sm.out.serve(now, e.lines * g.missed_line))
         end = max(taken, self.sm.l2.serve(now, size * m.sms / g.l2_bytes))
         if miss and size:
             rate = min(g.hbm_bytes / m.sms, m.stream)
