@@ -110,6 +110,9 @@ OF_ROWS = {1: OF_ONE_ROW, 2: OF_TWO_ROWS, 4: OF_FOUR_ROWS, 8: OF_EIGHT_ROWS}
 # of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have; of little more
 # than one by one row, and K that it may not
 NEARLY_ONE, SHORT_K, HALVED = 0.9, 4096, Placed(16, 8, 2, 4)
+# the same by two and four rows; of up to half a tile, tiles of half as many rows, each on an SM
+# (docs/facts/scaled.md#w4-half-tiles)
+FEW_K, HALF, HALF_TILES = 8192, 0.5, Placed(16, 16, 1, 4)
 SOME_MORE, LONG_K, WHOLE = 1.3, 6144, Placed(32, 8, 2, 4)
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
@@ -343,13 +346,16 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
     columns = 1 << (m - 1).bit_length()
     a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
     placed = next(placed for most, placed in OF_ROWS[columns] if a_sm <= most)
-    if columns > 1 and NEARLY_ONE < a_sm <= 1 and k <= SHORT_K:
+    least, most_k = (HALF, FEW_K) if columns in (2, 4) else (NEARLY_ONE, SHORT_K)
+    if columns > 1 and least < a_sm <= 1 and k <= most_k:
         placed = HALVED
+    if a_sm <= HALF:
+        placed = HALF_TILES
     if columns == 1 and 1 < a_sm <= SOME_MORE and k > LONG_K:
         placed = WHOLE
     tile_m, warps, resident, most_stages = placed
     tile = W4DecodeConfig(tile_m=tile_m, tile_n=columns, format=of, warps=warps, resident=resident)
-    if columns in (2, 4):  # whose slots are smaller than those of the eight that places are of
+    if placed in (HALVED, HALF_TILES):  # timed so
         most_stages = stages_alone(tile, most_stages, arch)
     for num_stages in range(most_stages, 1, -1):
         found = replace(tile, num_stages=num_stages)
@@ -372,7 +378,9 @@ def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch)
     """Microseconds."""
     _, n, k = mnk
     rounds = ceil_div(n, DECODE_ROWS) / arch.num_sms
-    if rounds <= 2:
+    if rounds <= HALF:
+        rounds = HALF
+    elif rounds <= 2:
         rounds = 1 if rounds <= 1 else TWO_ROUNDS
     block = tiles.weight_bytes * DECODE_ROWS // tiles.tile_m
     each = block * arch.num_sms / (MEMORY * arch.hbm_gbs * 1e3)
