@@ -55,7 +55,7 @@ BULK_MOST = {128: 6, 256: 4, 512: 6}  # slots of rows that begin with vectors, o
 # which rows: those that begin anywhere from so many columns on, of a layer norm's or an RMS norm's,
 # by the elements of a vector; of a layer norm's of 16 bits that begin with vectors, those between
 # two lengths that fill less of a tile in registers; and the columns of a thread of these at most
-BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 513, False: 513}}
+BULK_ANYWHERE = {8: {True: 289, False: 1153}, 4: {True: 321, False: 193}}  # rows.md#rows-fp32-bulk
 BULK_SHORT, BULK_EACH = (33, 1152), 33  # rows.md#rows-short-bulk
 BULK_FILLED = {104: 0.95, 1152: 0.83}  # by the most columns; rows.md#rows-shorter-bulk
 # threads and CTAs of a row by the least and most columns, of a layer norm's or an RMS norm's rows,
