@@ -44,6 +44,10 @@ class Widths:
     def of(self, rows: Any) -> Any:
         """The width of the tiles of a group of `rows` rows, at least one."""
         few = cutlass.max(clusters(rows, self.most), 1)
+        return self.shared(rows, few)
+
+    def shared(self, rows: Any, few: Any) -> Any:
+        """The width of `few` tiles, at least as many as `tiles`, of a group of `rows` rows."""
         even = cutlass.max(clusters(rows, few), 1)
         coarse, fine = (clusters(even, x) * x for x in (self.coarse, self.step))
         return select(even > self.most // 2, fine, coarse)

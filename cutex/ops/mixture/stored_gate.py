@@ -24,7 +24,7 @@ def gated_and_kept(x: Tensor, w_up: Tensor, offs: Tensor, y: Tensor, h: Tensor) 
     products.again("level", ("kept",), [x, w_up, products.with_padding(y), offs, h], _call)
 
 
-def _call(_: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
+def _call(_: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     """The config, arch and arguments of such a product."""
     from cutex.kernels.gemm.grouped.config import LevelConfig
     from cutex.kernels.gemm.signature import GeneralConfig, OperandLayout

@@ -26,6 +26,7 @@ Tiles = TypeVar("Tiles", bound=Sm90Config)
 WARP = 32
 MOST_STAGES = 8
 WITH_CHUNKS = 4  # tables of groups, where one says where their factors begin
+WITH_PLAN = 4  # the same, where one says the order of groups (schedulers/packed.py)
 # rows of a group in the mean: up to which a tile has 64, as most groups then have fewer, or many
 # have none; the same where rows are gathered; from which on two tiles of rows share matrices, where
 # K is short
@@ -187,7 +188,7 @@ def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
     """Hopper's tiles for equally divided rows and matrices with this many columns."""
     sharers = 2 if ceil_div(columns, 128) >= MANY_LEVEL else _sharers(columns, 128)
     tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=sharers)
-    return _filled(tiles, fused, most)
+    return _filled(tiles, fused, most, WITH_PLAN)
 
 
 def gathering_pays(mean_rows: int, n: int) -> bool:
@@ -354,12 +355,12 @@ def _sharers(n: int, tile_n: int) -> int:
     return 2 if ceil_div(n, tile_n) % 2 == 0 else 1
 
 
-def _filled(tiles: Tiles, fused: bool, most: int) -> Tiles:
+def _filled(tiles: Tiles, fused: bool, most: int, tables: int = 3) -> Tiles:
     """`tiles` with a store, narrower if it has operations, and a ring in the rest of smem."""
     epi_n, epi_stages = (32, 2) if fused else (64, 1)
     epi_n = next(n for n in (epi_n, 32, 16) if tiles.tile_n % n == 0)
     tiles = replace(tiles, epi_n=epi_n, epi_stages=epi_stages)
-    return replace(tiles, num_stages=_stages(tiles, most))
+    return replace(tiles, num_stages=_stages(tiles, most, tables))
 
 
 def _sm100(n: int, most: int) -> Sm100Config:

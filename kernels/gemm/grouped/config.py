@@ -21,7 +21,7 @@ from cutex.compile import Argument, Bound, Operand
 from cutex.device.epilogue.epilogue_ops import op_arguments
 from cutex.dtypes import DTYPES
 from cutex.kernels.gemm.config import BARRIERS, GemmConfig
-from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, table_bytes
+from cutex.kernels.gemm.grouped.choose import WARP, WITH_CHUNKS, WITH_PLAN, table_bytes
 from cutex.kernels.gemm.grouped.fp8_config import RowBlocksConfig
 from cutex.kernels.gemm.layouts import FactorLayout, OperandLayout
 from cutex.kernels.gemm.scaled.fp8.config import PROMOTED
@@ -128,7 +128,7 @@ class LevelConfig(GroupedConfig):
             return f"tiles={tiles}: loops over whole tiles, which share rows alone"
         if self.coarse % self.step or tiles.tile_n % self.step:
             return f"step={self.step}, coarse={self.coarse}: multiples, of which tile_n is one"
-        return why_not_tables(p, self.most_groups, arch)
+        return why_not_tables(p, self.most_groups, arch, WITH_PLAN)
 
 
 @dataclass(frozen=True)

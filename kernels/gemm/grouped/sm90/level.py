@@ -8,6 +8,8 @@ tiles, and at the power limit that is time.
 - TMA loads as many rows as the widest tile has; wgmma reads those of this width.
 - The number of columns is part of wgmma's instruction: each width has an instruction, and a
 mainloop, of its own, in registers of its own (level_mma.py).
+- Groups with wider tiles come first, and some have more tiles than they need, so that the last
+round is full (schedulers/packed.py).
 - out is stored through a view in which a tile's rows end where the tile does, as in other kernels a
 group's rows do (views.py).
 - With a gate, 16 columns of B are loaded as 8 gates and the 8 columns that they gate, one each per
@@ -45,7 +47,7 @@ from cutex.kernels.gemm.grouped.views import (
 from cutex.kernels.gemm.signature import modes
 from cutex.kernels.gemm.sm90.general import General
 from cutex.kernels.gemm.sm90.load import LoadTiles
-from cutex.schedulers.level import LevelTiles, Widths
+from cutex.schedulers.packed import LevelPlan, PackedTiles
 from cutex.schedulers.ragged import RowGroups
 from cutex.schedulers.raster import Raster
 
@@ -54,14 +56,22 @@ from cutex.schedulers.raster import Raster
 class LevelGroups:
     """The groups of rows, and how they are divided into tiles."""
 
-    groups: RowGroups
-    widths: Widths
+    groups: RowGroups  # by their places
+    plan: LevelPlan
+
+    def group(self, tile: WorkTile) -> Any:
+        """The group of a tile, which has a place."""
+        return self.plan.group(tile.group)
+
+    def width(self, tile: WorkTile) -> Any:
+        return self.plan.width(tile.group)
 
     def rows(self, tile: WorkTile) -> tuple[Any, Any]:
-        """The first row of a tile, and the row after its last."""
+        """The first row of a tile, and the row after its last; both are the same where a group has
+        tiles that it does not need."""
         begin, end = self.groups.begins[tile.group], self.groups.ends[tile.group]
-        width = self.widths.of(end - begin)
-        first = begin + tile.n * width
+        width = self.width(tile)
+        first = cutlass.min(begin + tile.n * width, end)
         return first, cutlass.min(first + width, end)
 
 
@@ -77,7 +87,7 @@ class LevelOperands(AbOperands):
         first, _ = self.level.rows(tile)
         rows = loaded_rows(self.b, first)
         operands = AbOperands(self.a, rows, self.sA, self.sB, self.k_major)
-        return operands.loads(tile._replace(batch=tile.group, n=Int32(0)), cluster)
+        return operands.loads(tile._replace(batch=self.level.group(tile), n=Int32(0)), cluster)
 
 
 class LoadLevel(LoadTiles):
@@ -100,7 +110,7 @@ class LevelStore:
         """The store of one tile."""
         first, end = self.level.rows(tile)
         out = stored_columns(self.out, first, end)
-        ops = self.ops.of_columns(tile.group, first, end)
+        ops = self.ops.of_columns(self.level.group(tile), first, end)
         if ops.gated:
             return paired_store(out, self.sC, self.num_slots, ops, end - first)
         return fused_store(out, self.sC, self.num_slots, False, ops, None)
@@ -162,13 +172,14 @@ class GroupedLevel(GroupedKernel):
         sA, sB = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in (a, b))
         sC = allocate_slots(smem, a.atom.value_type, out.smem_layout)
         groups = RowGroups.allocate(smem, self.config.most_groups)
+        plan = LevelPlan.allocate(smem, self.config.most_groups)
         ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, 4, self.general.cluster)
-        level = LevelGroups(groups, self.widths)
+        level = LevelGroups(groups, plan)
         k_major = self.general.config.k_major
         operands: Any = LevelOperands(a, b, sA, sB, k_major, level=level)
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
         raster = Raster(c.raster_group, c.raster_along)
-        scheduler: Any = LevelTiles(raster, *shape, groups, self.widths)
+        scheduler: Any = PackedTiles(raster, *shape, groups, self.widths, plan)
         role = PingPong(product, c, scheduler, level=level)
         store = LevelStore(out, sC, c.epi_stages, level, GroupOps(product.ops, passed, columns))
         mProduct = cute.make_identity_tensor((columns, cute.size(b.tma_tensor, mode=[0])))

@@ -85,7 +85,7 @@ class PingPong(MmaRole):
 
     def width_of(self, tile: WorkTile) -> Int32:
         """The width of the tiles of a tile's group."""
-        return self.level.widths.of(self.level.groups.rows(tile.group))
+        return self.level.width(tile)
 
     def store(self, mma: Any, epilogue: Any, tile: WorkTile) -> None:
         """Store this warpgroup's accumulators to its tile."""
