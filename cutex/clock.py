@@ -14,10 +14,10 @@ from cutex.command import answered
 
 
 @answered
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     from cutex.clock_errors import page  # NOTE: imports numpy, which may be missing
 
-    return page.main()
+    return page.main(argv)
 
 
 if __name__ == "__main__":

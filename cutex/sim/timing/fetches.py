@@ -249,11 +249,10 @@ class Fetches:
                     if ahead:
                         self.once[warp, pc, turn] = at.tobytes(), self.count[warp]
                     self.loads[warp].update(numbers)
-                event = (
-                    self._peer(warp, at, size)
-                    if peer
-                    else self._fetch(warp, at, size, lanes if registers else None, kept)
-                )
+                if peer:
+                    self.add(warp, self._peer(warp, at, size))
+                    continue
+                event = self._fetch(warp, at, size, lanes if registers else None, kept)
                 if targets is not None:
                     event = event._replace(apart=spread(at // SECTOR, targets[row][lanes]))
                 self.add(warp, event)

@@ -75,7 +75,7 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
     holds as many as it keeps of the tensor.
     """
     size, count = traced.record.cluster_size, running(traced, gpu)
-    ctas = min(count, clusters_at_once(gpu, size) * traced.per_sm) * size
+    ctas = float(min(count, clusters_at_once(gpu, size) * traced.per_sm) * size)
     missed = {}
     loads = sum(loaded(traced.record).values())
     loads += sum(f.loaded for f in traced.record.fetched.values())
