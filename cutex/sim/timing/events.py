@@ -248,3 +248,20 @@ class Record:
     added: Added = field(default_factory=Added)
     # how often all warps ran a function of the source, by its name; see `record.entries`
     entered: dict[str, int] = field(default_factory=dict)
+
+
+def settles(program: list[Event]) -> set[int]:
+    """The positions after a tcgen05.ld or st which a tcgen05.wait, or another ld or st, follows,
+    ordinary instructions aside.
+    """
+    found: set[int] = set()
+    waits = False
+    for at in range(len(program), 0, -1):
+        kind = type(program[at - 1])
+        if kind is Columns:
+            if waits:
+                found.add(at)
+            waits = True
+        elif kind is not Work:
+            waits = kind is Settled
+    return found

@@ -28,29 +28,13 @@ from cutex.sim.timing.events import (
     Touch,
     Wait,
     Work,
+    settles,
 )
 from cutex.sim.timing.timeline import RunningCluster
 from cutex.sim.timing.units import Interval, Missed
 
 _ALL = Missed()
 QUANTUM = 64.0  # cycles for which one warp may hold a sub-core before another's turn
-
-
-def _settles(program: list[Event]) -> set[int]:
-    """The positions after a tcgen05.ld or st which a tcgen05.wait, or another ld or st, follows,
-    ordinary instructions aside.
-    """
-    found: set[int] = set()
-    waits = False
-    for at in range(len(program), 0, -1):
-        kind = type(program[at - 1])
-        if kind is Columns:
-            if waits:
-                found.add(at)
-            waits = True
-        elif kind is not Work:
-            waits = kind is Settled
-    return found
 
 
 class Warp:
@@ -79,7 +63,7 @@ class Warp:
         self.cluster_arrived = 0
         self.remaining: Work | None = None
         self.pending_tmem = 0.0
-        self.settles = _settles(program)
+        self.settles = settles(program)
         self.issued_mma: float = 0.0  # end of the last tcgen05.mma of this warp
 
     # -- running -----------------------------------------------------------------------------------
