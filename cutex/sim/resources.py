@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutex.cubin import Cubin
-from cutex.sim.machine.memory import SYSTEM_SMEM
-from cutex.sim.machine.residency import SM_CTAS, SM_SMEM, SM_THREADS
-from cutex.sim.machine.tmem import COLUMNS
+from cutex.sim.machine.residency import SM_THREADS, gpu_of, held
 
 if TYPE_CHECKING:
     from cutex.sim.host.capture import Launch
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from cutex.sim.machine.machine import Machine
     from cutex.sim.machine.sectors import GlobalSectors
 
-# registers of an SM, parts of an SM, and the unit in which a warp gets registers
-_REGISTERS, _PARTS, _UNIT = 65536, 4, 256
 _NAME = 48  # characters of a kernel's name: the DSL's contain the types of all arguments
 
 
@@ -102,23 +98,14 @@ def resources(
     except ValueError:  # NOTE: kernels compiled by others may lack the attributes
         code = None
     smem = machine.static_smem + launch.smem
-    warps = launch.warps_per_cta
-    room = {
-        "the most that an SM takes": SM_CTAS,
-        "threads": SM_THREADS // (32 * warps),
-        "shared memory": SM_SMEM // (SYSTEM_SMEM + smem),
-    }
-    if code is not None and code.registers:
-        of_warp = -(-code.registers * 32 // _UNIT) * _UNIT
-        room["registers"] = _REGISTERS // _PARTS // of_warp * _PARTS // warps
-    columns = machine.tmem.most
-    if columns:
-        room["tensor memory"] = COLUMNS // columns
-    limit, ctas = min(room.items(), key=lambda item: item[1])
+    ctas, limit = held(
+        gpu_of(machine.program), launch.warps_per_cta, smem, code.registers if code else 0,
+        machine.tmem.most,
+    )  # fmt: skip
     return KernelResources(
         machine.program.title, launch.num_threads, code.registers if code else None,
-        code.stack_bytes if code else None, smem, columns, ctas, limit, tuple(_conflicts(banks)),
-        banks.taken, banks.needed, memory.requests, memory.sectors,
+        code.stack_bytes if code else None, smem, machine.tmem.most, ctas, limit,
+        tuple(_conflicts(banks)), banks.taken, banks.needed, memory.requests, memory.sectors,
     )  # fmt: skip
 
 

@@ -12,7 +12,9 @@ import torch
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
+from cutex.arch import ARCHS
 from cutex.sim.host.loaded import captured
+from cutex.sim.machine.residency import held
 from cutex.sim.timing.events import Event, Fetch, Need, Touch, Work
 from cutex.sim.timing.gpus import gpu
 from cutex.sim.timing.machine_code import ALU, FMA, FP64, LSU, MMA, MUFU, UNIFORM, Sass, costs
@@ -174,3 +176,11 @@ def test_clusters_whose_instructions_are_counted_take_the_time_that_those_tell()
     assert times.tolist() == pytest.approx([1100, 1100, 1500, 1100, 1200, 1300])
     plain = Sampled(first, records).times([1100.0, 1300.0])  # type: ignore[arg-type]
     assert plain.tolist() == pytest.approx([1100, 1140, 1180, 1220, 1260, 1300])
+
+
+@pytest.mark.parametrize("of_cta, ctas", [  # warps, smem, registers of a thread, columns
+    ((1, 0, 16), 32), ((4, 0, 33), 12), ((3, 0, 168), 4), ((8, 48 << 10), 4), ((4, 0, 32, 128), 4),
+])  # fmt: skip
+def test_an_sm_holds_as_many_ctas_as_it_has_room_for(of_cta, ctas) -> None:
+    """At most 32; a warp's registers come in units of 256, and each sub-core has a quarter."""
+    assert held(ARCHS["sm_90a"], *of_cta)[0] == ctas

@@ -14,6 +14,7 @@ from cutex.sim.hazards.flag_order import FlagOrder, has_flags
 from cutex.sim.hazards.global_races import GlobalRaces
 from cutex.sim.hazards.grid_order import GridOrder, Stream
 from cutex.sim.hazards.lane_acquires import LaneAcquires, acquires
+from cutex.sim.hazards.lane_copies import LaneCopies
 from cutex.sim.hazards.lane_releases import LaneReleases, releases
 from cutex.sim.hazards.lane_waits import LaneWaits
 from cutex.sim.hazards.launch_requests import LaunchRequests
@@ -79,6 +80,8 @@ class Checks:
         if acquires(m.program):
             one_lane.append(LaneAcquires(m, clocks, self.global_races))
         in_global, in_shared = StrongSizes(m, self.global_races), SharedSizes(m, clocks)
+        if any(i.op.startswith("cp.async.wait") for i in m.program.code):
+            one_lane.append(LaneCopies(m))
         flags += [Leaders(m)] if places_of_groups(m.program) else []
         grids = [self.grid_order] if self.grid_order.active else []
         rechecks = [self.rechecks] if self.rechecks.active else []

@@ -48,3 +48,37 @@ def products(
         mine = pairs if len(c) == 2 else [pairs[k % 2]]  # two columns in a register of f16
         out.append(np.max([old, rows[2 * k // len(c)], *mine], axis=0))
     return out
+
+
+def permuted(
+    values: Sequence[np.ndarray], selector: np.ndarray, modes: Sequence[str]
+) -> np.ndarray:
+    """Of a prmt (PTX ISA 9.7.8.7) of which each byte is taken from a register that has a number."""
+    if modes:
+        return np.zeros(selector.shape, np.int16)
+    taken = [np.where(selector >> 4 * k & 4, values[1], values[0]) for k in range(4)]
+    return np.asarray(np.min(taken, axis=0))
+
+
+def reduced(operation: str, values: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """Of a redux (PTX ISA 9.7.9.15); of one that may drop a value, if each lane's has a number."""
+    found = np.where(active, values, 0).max(1, keepdims=True)
+    if operation not in ("add", "xor"):
+        found = found * ((values != 0) | ~active).all(1, keepdims=True)
+    return np.where(active, found, 0)
+
+
+def deciding(name: str, kind: str, value: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+    """Where ``value``, one of two that an `and`, `or`, `max` or `min` combines, may decide alone:
+    also where it is not known.
+    """
+    if value is None or kind in ("pred", "f16", "bf16") or "x" in kind:
+        return np.ones(shape, bool)
+    bits = int(kind[1:])
+    if kind[0] == "f":
+        if value.dtype.kind != "f":
+            value = value.astype(f"u{bits // 8}").view(f"f{bits // 8}")
+        return np.asarray(value == (np.inf if name == "max" else -np.inf))
+    top, signed = (1 << bits) - 1, kind[0] == "s"
+    alone = {"and": 0, "or": top, "max": top >> signed, "min": (top >> 1) + 1 if signed else 0}
+    return np.asarray(value.astype(np.int64).astype(f"u{bits // 8}") == alone[name])

@@ -3,12 +3,12 @@
 An ordinary load of such memory is no fault: kernels load whole vectors and drop what lies behind
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
 or what a store puts into global memory. So the values are followed through the registers, lane by
-lane, from the first such load on, and from lane to lane by `shfl`, `ldmatrix` and `mma.sync`; a
-kernel that has none pays for a look at the words with each load. What may choose between values
-ends the way, except `selp`, of which the choice is known: what is reported is sure, but it is not
-all. A branch is reported as an advisory, as both ways may lead to the same. In global memory these
-are a script's empty tensors; a copy of them there may be of rows that nobody reads, and is no
-fault.
+lane, from the first such load on, from lane to lane by `shfl`, `redux`, `ldmatrix` and `mma.sync`,
+and through shared memory; a kernel that has none pays for a look at the words with each load. What
+may choose between values ends the way, except where the choice is known, as that of `selp` or of
+`max`: what is reported is sure, but it is not all. A branch is reported as an advisory, as both
+ways may lead to the same. In global memory these are a script's empty tensors; a copy of them there
+may be of rows that nobody reads, and is no fault.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cutex.sim.hazards.lane_values import loaded_matrices, products, shuffled
+from cutex.sim.hazards.lane_values import (
+    deciding,
+    loaded_matrices,
+    permuted,
+    products,
+    reduced,
+    shuffled,
+)
 from cutex.sim.hazards.tmem_loads import effects
+from cutex.sim.hazards.unwritten_shared import UnwrittenShared
+from cutex.sim.hazards.value_steps import Step, steps_of, unassigned_of, uses_of
 from cutex.sim.machine.events import Observer, SharedBytes, Storing
 from cutex.sim.machine.memory import BLANK32, POISON32, Region
 from cutex.sim.machine.operation import Operation, Span
-from cutex.sim.ptx.once import once
-from cutex.sim.ptx.operands import Address, Imm, Reg, RegisterId, registers_of
-from cutex.sim.ptx.program import Instruction, Program
-from cutex.sim.ptx.unassigned import unassigned
+from cutex.sim.ptx.operands import Imm, Reg, RegisterId, registers_of
+from cutex.sim.ptx.program import Instruction
 
 if TYPE_CHECKING:
     from cutex.sim.machine.batch import Batch, Lanes
@@ -39,14 +46,13 @@ Kept = dict[tuple[int, str], tuple[str, Instruction, bool]]
 # A result of one of these depends on each of its sources,
 _DEPENDS = frozenset(
     [
-        *("abs", "add", "brev", "clz", "cos", "cvt", "div", "ex2", "fma", "lg2", "mad", "mul"),
-        *("neg", "not", "popc", "rcp", "rem", "rsqrt", "setp", "shl", "shr", "sin", "sqrt", "sub"),
-        *("tanh", "xor"),
+        *("abs", "add", "bfe", "brev", "clz", "copysign", "cos", "cvt", "div", "dp2a", "dp4a"),
+        *("ex2", "fma", "lg2", "mad", "mul", "neg", "not", "popc", "rcp", "rem", "rsqrt", "sad"),
+        *("setp", "shl", "shr", "sin", "sqrt", "sub", "tanh", "xor"),
     ]
 )
 # and of one of these perhaps on one of them only.
 _MERGES = frozenset(("and", "max", "min", "mov", "or"))
-_POISON = np.frombuffer(POISON32.tobytes(), np.uint8)
 _BLANK = np.frombuffer(BLANK32.tobytes(), np.uint8)
 _MOST = 256  # registers that are followed
 
@@ -57,67 +63,6 @@ class _Origin(NamedTuple):
     what: str
     load: str
     blank: bool = False  # global memory
-
-
-class _Step(NamedTuple):
-    """The registers of an instruction: those that it writes, its sources, one set for each that is
-    not part of an address, and those of addresses.
-    """
-
-    written: frozenset[RegisterId]
-    sources: tuple[tuple[RegisterId, ...], ...]
-    addresses: frozenset[RegisterId]
-
-
-@once
-def _steps(program: Program) -> list[_Step]:
-    return [_step(ins) for ins in program.code]
-
-
-def _step(ins: Instruction) -> _Step:
-    written = frozenset(_written(ins))
-    results = ins.name not in ("st", "red", "bra", "bar", "barrier") or "red" in ins.parts[1:]
-    first = int(results)  # of the operands that are no results
-    addresses = {p for o in ins.operands if isinstance(o, Address) for p in registers_of(o)}
-    sources = [tuple(registers_of(o)) for o in list(ins.operands)[first:] if not _address(o)]
-    return _Step(written, tuple(sources), frozenset(addresses))
-
-
-def _written(ins: Instruction) -> set[RegisterId]:
-    """The registers that an instruction writes, the result of a bar.red or a call, too."""
-    written = effects(ins)[0]
-    if ins.name == "call" or "red" in ins.parts[1:]:
-        written |= set(registers_of(next(iter(ins.operands))))
-    return written
-
-
-def _address(operand: object) -> bool:
-    return isinstance(operand, Address)
-
-
-@once
-def _uses(program: Program) -> dict[RegisterId, set[int]]:
-    """The places that read or write each register."""
-    uses: dict[RegisterId, set[int]] = {}
-    for pc, ins in enumerate(program.code):
-        written, read = effects(ins)
-        for register in written | read:
-            uses.setdefault(register, set()).add(pc)
-    return uses
-
-
-@once
-def _unassigned(program: Program) -> dict[RegisterId, str]:
-    """The registers that may be read before they are written, and their names."""
-    wanted = unassigned(program)
-    read = dict[RegisterId, str]()
-    for ins in program.code if wanted else ():
-        for operand in list(ins.operands):
-            registers = operand.items if hasattr(operand, "items") else (operand,)
-            named = [r for r in registers if isinstance(r, Reg)]
-            named += [ins.guard] if ins.guard is not None else []
-            read |= {(r.bank, r.index): r.name.partition("@")[0] for r in named}
-    return {register: read.get(register, "") for register in wanted}
 
 
 @lru_cache(maxsize=256)
@@ -142,78 +87,82 @@ class UnwrittenValues(Observer):
         # what is told, and the load
         self.tmem: dict[int, tuple[dict[int, str], Instruction]] = {}
         self.added: set[int] = set()  # the places that only this watches
-        self.stored: np.ndarray | None = None  # see `_stored`
-        for register, name in _unassigned(machine.program).items():
+        self.in_shared = UnwrittenShared(machine)
+        for register, name in unassigned_of(machine.program).items():
             origin = self._origin(f"register {name}", "")
             self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
 
     def watched_places(self) -> set[int]:
-        uses = _uses(self.m.program)
+        uses = uses_of(self.m.program)
         return {pc for register in self.holds for pc in uses[register]}
 
     def shared(self, at: SharedBytes, write: bool, ordinary: bool, ins: Instruction) -> None:
         if write or not ordinary or ins.name not in ("ld", "ldmatrix"):
             return
         if at.width < 4:
-            unwritten = np.all(self._unwritten(at), axis=1)
+            unwritten = np.all(self.in_shared.unwritten(at), axis=1)
             if unwritten.any():
                 mine = at.warps[unwritten], at.lanes[unwritten]
                 self._load(self._place(at, unwritten), *mine, ins)
             return
-        words = at.offset[:, None] // 4 + np.arange(at.width // 4)
-        poison = self.m.smem.view(np.uint32)[at.cta[:, None], words] == POISON32
-        if not poison.any():
+        cta, words = at.cta[:, None], at.offset[:, None] // 4 + np.arange(at.width // 4)
+        numbers = self.in_shared.origins_of(cta, words)
+        poison = self.in_shared.words[cta, words] == POISON32
+        if numbers is None and not poison.any():
             return
-        poison &= self._unwritten(at).reshape(*poison.shape, 4).all(2)
-        number = self._origin(self._place(at, np.any(poison, axis=1)), ins.where())
+        poison &= self.in_shared.unwritten(at).reshape(*poison.shape, 4).all(2)
+        if numbers is None:
+            numbers = np.zeros(poison.shape, np.int16)
+        if poison.any():
+            place = self._place(at, np.any(poison, axis=1))
+            numbers[poison] = self._origin(place, ins.where())
         if ins.name == "ldmatrix":
-            self._load_matrices(poison, at, number, ins)
-            return
-        self._follow_words(poison, at.warps, at.lanes, at.width, number, ins)
+            self._load_matrices(numbers, at, ins)
+        else:
+            self._follow_words(numbers, at.warps, at.lanes, at.width, ins)
 
     def shared_stores(
         self, where: Lanes, places: np.ndarray, values: np.ndarray, ins: Instruction
     ) -> None:
-        """Note the bytes that a store makes those of the poison: parts of NaNs, perhaps beside
-        others that nothing has written. A store of what nothing has written leaves them so.
-        """
-        at = places[:, None] + np.arange(values.shape[1])
-        same = values == _POISON[at & 3]
-        if same.any():
-            held = any(register in self.holds for register in effects(ins)[1])
-            self._stored().reshape(-1)[at[same]] = not held
+        """Note what is unwritten behind a store, and keep the origins of its values."""
+        held = any(register in self.holds for register in effects(ins)[1])
+        self.in_shared.note(places, values, held)
+        if not held or ins.name != "st":
+            return
+        stored = list(ins.operands)[-1]
+        each = list(getattr(stored, "items", (stored,)))
+        if (per := values.shape[1] // len(each)) < 4:
+            return
+        words = np.ascontiguousarray(values).view(np.uint32)
+        for k, register in enumerate(each):
+            if isinstance(register, Reg) and (register.bank, register.index) in self.holds:
+                numbers = self.holds[register.bank, register.index][where.warps, where.lanes]
+                for w in range(k * per // 4, (k + 1) * per // 4):
+                    self.in_shared.keep(places // 4 + w, words[:, w], numbers)
 
     def completing(self, op: Operation) -> None:
-        """Note what copies bring, but TMA's boxes, which `Machine.box_swizzle` has."""
-        if "tensor" not in op.instruction.parts:
-            for place in op.writes:
-                if isinstance(place, Span):
-                    self._stored()[place.cta, place.low : place.high] = True
+        """Note what copies bring, and report what bulk stores take."""
+        self.in_shared.brought(op)
+        parts = op.instruction.parts
+        if not op.is_store or {"tensor", "cp_mask"} & set(parts):
+            return
+        for place in op.reads:
+            found = self.in_shared.in_span(place) if isinstance(place, Span) else None
+            if found is not None:
+                at, number = found
+                what = f"shared memory 0x{at:x}"
+                if number:
+                    origin = self.origins[number - 1]
+                    what += f", a value that comes from {origin.what}"
+                who = self.m.grid.name_warp(op.warp)
+                self._keep(who, "stores in bulk", what, op.instruction)
 
-    def _stored(self) -> np.ndarray:
-        """Which bytes of shared memory are the poison's because something has written them."""
-        if self.stored is None:
-            self.stored = np.zeros(self.m.smem.shape, bool)
-        return self.stored
-
-    def _unwritten(self, at: SharedBytes) -> np.ndarray:
-        """Which bytes of an access nothing has written, (n, width)."""
-        byte = at.offset[:, None] + np.arange(at.width)
-        unwritten = self.m.smem[at.cta[:, None], byte] == _POISON[byte & 3]
-        if unwritten.any():
-            unwritten &= self.m.box_swizzle[at.cta, at.offset >> 4, None] < 1
-            if self.stored is not None:
-                unwritten &= ~self.stored[at.cta[:, None], byte]
-        return unwritten
-
-    def _load_matrices(
-        self, poison: np.ndarray, at: SharedBytes, number: int, ins: Instruction
-    ) -> None:
-        """Follow what ldmatrix takes from rows that lack these words, (n, 4)."""
+    def _load_matrices(self, numbers: np.ndarray, at: SharedBytes, ins: Instruction) -> None:
+        """Follow what ldmatrix takes from rows whose words have these origins, (n, 4)."""
         registers = list(registers_of(next(iter(ins.operands))))
         if not {"m8n8", "b16"} <= set(ins.parts) or len(self.holds) + len(registers) > _MOST:
             return
-        rows = poison.astype(np.int16).reshape(-1, len(registers), 8, 4) * np.int16(number)
+        rows = numbers.reshape(-1, len(registers), 8, 4)
         each = loaded_matrices(rows, "trans" in ins.parts)
         warps = at.warps[:: 8 * len(registers)]
         for k, register in enumerate(registers):
@@ -242,8 +191,9 @@ class UnwrittenValues(Observer):
                     self._changes(region, mine, offsets, blank, ins)
                     continue
                 what = region.element(int(offsets[int(blank.any(1).argmax())]))
-                number = self._origin(what, ins.where(), blank=True)
-                self._follow_words(blank, mine.warps, mine.lanes, size, number, ins)
+                number = np.int16(self._origin(what, ins.where(), blank=True))
+                numbers = blank.astype(np.int16) * number
+                self._follow_words(numbers, mine.warps, mine.lanes, size, ins)
 
     def bulk_reduced(
         self, region: Region, offsets: np.ndarray, size: int, by: Storing, ins: Instruction
@@ -271,17 +221,24 @@ class UnwrittenValues(Observer):
         self.kept.setdefault((ins.line, does), (told, ins, False))
 
     def _follow_words(
-        self, words: np.ndarray, warps: np.ndarray, lanes: np.ndarray, size: int, number: int,
+        self,
+        numbers: np.ndarray,
+        warps: np.ndarray,
+        lanes: np.ndarray,
+        size: int,
         ins: Instruction,
-    ) -> None:  # fmt: skip
-        """Follow the registers that a load of ``size`` bytes fills from these ``words``, (n, w)."""
+    ) -> None:
+        """Follow the registers that a load of ``size`` bytes fills from words of these origins,
+        (n, w).
+        """
         registers = list(registers_of(next(iter(ins.operands))))
         per = size // len(registers)  # bytes
         for k, register in enumerate(registers):
             first = k * per // 4
-            filled = words[:, first : max((k + 1) * per // 4, first + 1)].all(1)
+            of = numbers[:, first : max((k + 1) * per // 4, first + 1)].min(1)
+            filled = of != 0
             if filled.any() and (register in self.holds or len(self.holds) < _MOST):
-                self._follow(register)[warps[filled], lanes[filled]] = number
+                self._follow(register)[warps[filled], lanes[filled]] = of[filled]
 
     def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
         if len(offset):
@@ -299,7 +256,7 @@ class UnwrittenValues(Observer):
         for register in registers:
             self._follow(register)[warps] = number
 
-    def _check_tmem(self, b: Batch, ins: Instruction, step: _Step) -> None:
+    def _check_tmem(self, b: Batch, ins: Instruction, step: Step) -> None:
         """Report an instruction that uses what a tcgen05.ld has loaded so."""
         read = {r for source in step.sources for r in source} | step.addresses
         for register in read & self.holds.keys() if ins.name not in ("mov", "selp") else ():
@@ -328,7 +285,7 @@ class UnwrittenValues(Observer):
         """Follow the values through an instruction, or report it."""
         if not self.holds:
             return
-        ins, step = self.m.program.code[pc], _steps(self.m.program)[pc]
+        ins, step = self.m.program.code[pc], steps_of(self.m.program)[pc]
         if self.tmem:
             self._check_tmem(b, ins, step)
         self._check(b, ins, step)
@@ -351,7 +308,7 @@ class UnwrittenValues(Observer):
         """What the lanes hold in a register, which is watched from now on."""
         if register not in self.holds:
             self.holds[register] = np.zeros((self.m.grid.num_warps, 32), np.int16)
-            more = _uses(self.m.program)[register] - self.m.events.places
+            more = uses_of(self.m.program)[register] - self.m.events.places
             self.added |= more
             self.m.events.places |= more
         return self.holds[register]
@@ -373,7 +330,7 @@ class UnwrittenValues(Observer):
             return _no_origins(b.n)
         return reduce(np.minimum if all_ else np.maximum, each)
 
-    def _results(self, b: Batch, ins: Instruction, step: _Step) -> dict[RegisterId, np.ndarray]:
+    def _results(self, b: Batch, ins: Instruction, step: Step) -> dict[RegisterId, np.ndarray]:
         """The origin of each of an instruction's results, (n, 32)."""
         if ins.name == "mma" and "m16n8" in ins.op:
             vectors = [[self._of(b, (r,), True) for r in source] for source in step.sources[:3]]
@@ -384,7 +341,7 @@ class UnwrittenValues(Observer):
             return {next(registers_of(next(iter(ins.operands)))): of_first}
         return dict.fromkeys(step.written, of_first)
 
-    def _result(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
+    def _result(self, b: Batch, ins: Instruction, step: Step) -> np.ndarray:
         if ins.name == "shfl":
             mode = next(m for m in ("idx", "up", "down", "bfly") if m in ins.parts)
             values = self._of(b, step.sources[0], True)
@@ -400,19 +357,44 @@ class UnwrittenValues(Observer):
                 differ = self._value(b, first) != self._value(b, second)
                 found = np.where(differ, self._of(b, choice, True), 0)
             return found
+        if ins.name == "redux":
+            return reduced(ins.parts[2], self._of(b, step.sources[0], True), b.active())
+        if ins.name == "prmt" and len(step.sources) == 3:
+            which = self._value(b, list(ins.operands)[3])
+            values = [self._of(b, s, True) for s in step.sources[:2]]
+            return permuted(values, which, ins.parts[2:])
         if ins.op in ("and.pred", "or.pred") and all(isinstance(o, Reg) for o in ins.operands):
             return self._decided(b, ins, step)
         if ins.name not in _DEPENDS | _MERGES or not step.sources:
             return _no_origins(b.n)
-        masks = ins.name == "and" and any(isinstance(o, Imm) and o.value for o in ins.operands)
-        sources = [s for s in step.sources if s] if masks else step.sources
-        several = len(sources) > (2 if ins.name == "setp" else 1)
+        if ins.name in ("and", "max", "min", "or") and len(step.sources) == 2:
+            return self._chosen(b, ins, step)
+        several = len(step.sources) > (2 if ins.name == "setp" else 1)
         packs = ins.name in ("setp", "cvt") and several
-        merges = not masks and (ins.name in _MERGES or packs)
-        numbers = (self._of(b, s, True) for s in sources)
+        merges = ins.name in _MERGES or packs
+        numbers = (self._of(b, s, True) for s in step.sources)
         return reduce(np.minimum if merges else np.maximum, numbers)
 
-    def _decided(self, b: Batch, ins: Instruction, step: _Step) -> np.ndarray:
+    def _chosen(self, b: Batch, ins: Instruction, step: Step) -> np.ndarray:
+        """The origin of the larger or smaller of two values, or of their bits together, of which
+        the other one does not decide alone.
+        """
+        first, second = (self._of(b, s, True) for s in step.sources)
+        if not (first.any() or second.any()):
+            return first
+        by = [self._decides(b, o, ins) for o in list(ins.operands)[1:3]]
+        both = np.minimum(first, second)
+        return np.maximum(both, np.maximum(first * ~by[1], second * ~by[0]))
+
+    def _decides(self, b: Batch, operand: object, ins: Instruction) -> np.ndarray:
+        """Where the value of an operand may decide alone, (n, 32)."""
+        if isinstance(operand, Reg):
+            value = b.lanes(self.m.register(operand)[b.sel])
+        else:
+            value = np.full((b.n, 32), operand.value) if isinstance(operand, Imm) else None
+        return deciding(ins.name, ins.parts[-1], value, (b.n, 32))
+
+    def _decided(self, b: Batch, ins: Instruction, step: Step) -> np.ndarray:
         """The origin of the conjunction or disjunction of two predicates, of which the other one
         does not decide alone.
         """
@@ -429,7 +411,7 @@ class UnwrittenValues(Observer):
         assert isinstance(operand, Imm)
         return b.lanes(np.int64(operand.value))
 
-    def _check(self, b: Batch, ins: Instruction, step: _Step) -> None:
+    def _check(self, b: Batch, ins: Instruction, step: Step) -> None:
         if ins.guard is not None:
             guard = self._of(b, ((ins.guard.bank, ins.guard.index),), True)
             if ins.name == "bra":

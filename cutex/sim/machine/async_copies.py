@@ -103,6 +103,8 @@ class AsyncCopies:
         if older:
             self.m.events.waited([warp], Kind.COPY, [older[-1].op.number])
             self.unwaited[warp] = [c for c in copies if c not in older]
+        ops = [(c.op, c.group) for c in older]
+        self.m.events.copies_waited(warp, lanes, limit, ops)
         return False
 
     def left_out(self, warp: int, lanes: np.ndarray, allowed: int) -> tuple[Operation, int] | None:

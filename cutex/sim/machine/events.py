@@ -131,6 +131,17 @@ class Observer:
     def lanes_waited(self, warp: int, lanes: np.ndarray, ins: Instruction) -> None:
         """These lanes of a warp (their numbers) have waited for bulk stores, as was reported."""
 
+    def copies_waited(
+        self,
+        warp: int,
+        lanes: np.ndarray,
+        limit: np.ndarray,
+        ops: Sequence[tuple[Operation, np.ndarray]],
+    ) -> None:
+        """The ``lanes`` (32,) of a warp have waited for their groups of cp.async below ``limit``
+        (32,); ``ops``: what the warp knows of now, with each lane's group, -1 for none.
+        """
+
     def waited_writes(self, warp: int, number: int) -> None:
         """It has, and for what these bulk stores write."""
 

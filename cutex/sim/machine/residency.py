@@ -16,6 +16,9 @@ from cutex.sim.ptx.program import Program
 
 SM_THREADS, SM_CTAS = 2048, 32
 SM_SMEM = 233472  # bytes
+# registers of an SM, its parts, and the unit in which a warp gets registers
+_REGISTERS, _PARTS, _UNIT = 65536, 4, 256
+_TMEM_COLUMNS = 512
 _STATE_BYTES = 1 << 30  # registers, shared and tensor memory that the simulator may hold
 
 
@@ -48,16 +51,31 @@ def residency(program: Program, launch: Launch, ctas: int | None = None) -> Resi
     return Residency(min(num_ctas, max(1, most // size) * size), why, limits[0][0], per_sm)
 
 
+def held(gpu: Arch, warps: int, smem: int, registers: int = 0, columns: int = 0) -> tuple[int, str]:
+    """How many CTAs an SM holds, and the resource that limits them. Of a CTA: its ``warps``, bytes
+    of ``smem``, ``registers`` of a thread and ``columns`` of tensor memory; 0: not known, or none.
+    """
+    room = {
+        "the most that an SM takes": SM_CTAS,
+        "threads": gpu.sm_threads // (32 * warps),
+        "shared memory": (gpu.smem_per_cta + SYSTEM_SMEM) // (SYSTEM_SMEM + smem),
+    }
+    if registers:
+        of_warp = -(-registers * 32 // _UNIT) * _UNIT
+        room["registers"] = _REGISTERS // _PARTS // of_warp * _PARTS // warps
+    if columns:
+        room["tensor memory"] = _TMEM_COLUMNS // columns
+    limit, ctas = min(room.items(), key=lambda item: item[1])
+    return ctas, limit
+
+
 def gpu_of(program: Program) -> Arch:
     return KNOWN.get(program.target, ARCHS["sm_100a"])
 
 
 def _per_sm(program: Program, launch: Launch) -> int:
     static = sum(v.size for v in program.variables.values() if v.space == "shared")
-    gpu = gpu_of(program)
-    by_threads = gpu.sm_threads // (32 * launch.warps_per_cta)
-    by_smem = (gpu.smem_per_cta + SYSTEM_SMEM) // (SYSTEM_SMEM + static + launch.smem)
-    return max(1, min(SM_CTAS, by_threads, by_smem))
+    return max(1, held(gpu_of(program), launch.warps_per_cta, static + launch.smem)[0])
 
 
 def _state(program: Program, launch: Launch) -> int:

@@ -14,7 +14,7 @@ from cutex.sim.isa.tensormap import MAP_BYTES, decode_map
 from cutex.sim.machine.machine import Machine
 from cutex.sim.machine.memory import PARAM_WINDOW
 from cutex.sim.machine.pending_clusters import PendingClusters
-from cutex.sim.machine.residency import SM_SMEM, SM_THREADS, Residency, gpu_of, residency
+from cutex.sim.machine.residency import Residency, gpu_of, held, residency
 from cutex.sim.ptx.program import Program
 from cutex.sim.scheduler import Scheduler
 from cutex.sim.simulation import Simulation
@@ -25,10 +25,8 @@ from cutex.sim.timing.machine_code import ALU, FMA, MUFU, Cost, costs, disassemb
 from cutex.sim.timing.record import Enough, Recorder
 from cutex.sim.timing.regions import loops as loops_of
 
-SM_REGISTERS = 65536
 SM_L1 = 256 << 10  # bytes, of which shared memory is a part
 BESIDE = {FMA: H200.fma_beside_mma, ALU: H200.alu_beside_mma, MUFU: H200.mufu_beside_mma}
-TMEM_COLUMNS = 512  # columns of an SM's tensor memory
 LETS_START = "griddepcontrol.launch_dependents"
 MOST_LOADS = 24  # loads of each CTA that are recorded, to see which boxes CTAs share
 TOGETHER = 4  # loads of a tensor within which CTAs share a box: GEMMs lose nothing so far apart
@@ -143,14 +141,10 @@ class Few(Simulation):
         if 1 < clusters <= at_once:
             known = self.counters if self.number else ()
             counters = SharedCounters(machine, clusters - 1, self.number, known)
-        threads = 32 * what.warps_per_cta
+        gpu, warps = gpu_of(machine.program), what.warps_per_cta
         cubin, smem = Cubin(self.machine_code, what.kernel), machine.static_smem + what.smem
-        held = min(
-            SM_THREADS // threads,
-            SM_SMEM // (1024 + smem),
-            SM_REGISTERS // (threads * max(cubin.registers, 16)),
-        )
-        beside = max(1, min(held, -(-what.num_ctas // gpu_of(machine.program).num_sms)))
+        most, _ = held(gpu, warps, smem, cubin.registers)
+        beside = max(1, min(most, -(-what.num_ctas // gpu.num_sms)))
         recorder = Recorder(
             machine, self.cost, self.flops * what.cluster_size, counters=counters,
             l1=SM_L1 / beside - 1024 - smem,
@@ -166,11 +160,10 @@ class Few(Simulation):
             ) from error
         if self.number == 0:
             self.counters = counters.asked_again if counters else set()
-        if recorder.columns:
-            held = min(held, TMEM_COLUMNS // recorder.columns)
+        most, _ = held(gpu, warps, smem, cubin.registers, recorder.columns)
         self.traced.append(
             Traced(
-                recorder.record(complete), what.grid, max(1, held), {}, machine.program.title,
+                recorder.record(complete), what.grid, max(1, most), {}, machine.program.title,
                 what.programmatic and any(i.op == LETS_START for i in machine.program.code),
                 cubin.stack_bytes,
             )
