@@ -188,7 +188,7 @@ VALUES = {
         "warp 0 lane 0 stores into global memory a value that comes from shared memory 0x4a0"),
     "a word of a bulk store": (
         f"{LACKS} {FENCE} bar.sync 0; {STORE} @%p0 cp.async.bulk.wait_group 0;",
-        "warp 0 stores in bulk shared memory 0x4a0, which nothing has written"),
+        "advisory, uninitialised: CTA (0,0,0) warp 0 stores in bulk shared memory 0x4a0, which"),
     "what a bulk store takes comes from": (
         f"{LACKS} {READ} add.u32 %r1, %r1, 1; st.shared.u32 [mine+512], %r1; {FENCE} bar.sync 0;"
         f"{STORE.replace('[at]', '[at+512]')} @%p0 cp.async.bulk.wait_group 0;",

@@ -155,7 +155,8 @@ class UnwrittenValues(Observer):
                     origin = self.origins[number - 1]
                     what += f", a value that comes from {origin.what}"
                 who = self.m.grid.name_warp(op.warp)
-                self._keep(who, "stores in bulk", what, op.instruction)
+                # NOTE: a word beside others in 16 bytes, the unit of bulk copies, may be padding
+                self._keep(who, "stores in bulk", what, op.instruction, advisory=not number)
 
     def _load_matrices(self, numbers: np.ndarray, at: SharedBytes, ins: Instruction) -> None:
         """Follow what ldmatrix takes from rows whose words have these origins, (n, 4)."""
@@ -216,9 +217,11 @@ class UnwrittenValues(Observer):
         who = f"{self.m.grid.name_warp(int(where.warps[k]))} lane {int(where.lanes[k])}"
         self._keep(who, "changes by an atomic", region.element(int(offsets[k])), ins)
 
-    def _keep(self, who: str, does: str, what: str, ins: Instruction) -> None:
+    def _keep(
+        self, who: str, does: str, what: str, ins: Instruction, advisory: bool = False
+    ) -> None:
         told = f"{who} {does} {what}, which nothing has written"
-        self.kept.setdefault((ins.line, does), (told, ins, False))
+        self.kept.setdefault((ins.line, does), (told, ins, advisory))
 
     def _follow_words(
         self,
