@@ -27,6 +27,7 @@ SCALES = {
     "e4m3": torch.float8_e4m3fn,
     "fp32": torch.float32,
 }  # dtypes of factors
+VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # that dequantize gives
 COLUMN_VECTOR = 32  # elements of a result along M, to be aligned
 
 
@@ -113,9 +114,12 @@ def quantize(
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The values of a quantized matrix in `dtype`, rounded once; the reverse of `quantize`."""
+    """The values of a quantized matrix in `dtype`, rounded once: bfloat16, float16, float32 or
+    float64. The reverse of `quantize`."""
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"q must be what cutex.quantize returns, got {type(q).__name__}")
+    if dtype not in VALUES:
+        raise TypeError(f"dtype must be bfloat16, float16, float32 or float64, got {dtype!r:.60}")
     of, rows, k = check_quantized("q", q)
     data = q.data.flatten(0, -2)
     shape = (*q.data.shape[:-1], k)
@@ -130,9 +134,16 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 def check_quantized(name: str, q: QuantizedTensor) -> tuple[Format, int, int]:
     """The format of a quantized matrix, its rows and K. Raises ValueError, in one sentence, if
-    elements, factors or the tensor's own factor do not have the format's dtype or shape, as in one
-    made by hand."""
+    elements, factors or the tensor's own factor do not have the format's dtype or shape or are on
+    several devices, TypeError if they are no tensors, as in one made by hand."""
     of, data, scale = format_named(q.format), q.data, q.scale
+    for field, x in (("data", data), ("scale", scale), ("tensor_scale", q.tensor_scale)):
+        if x is None and field == "tensor_scale":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}.{field} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != data.device:
+            raise ValueError(f"{name}.{field} is on {x.device}, its elements on {data.device}")
     packed = 2 if of.element == "e2m1" else 1
     dtypes = (torch.float4_e2m1fn_x2, torch.uint8) if packed > 1 else (of.dtype.torch,)
     if data.dim() < 2 or data.dtype not in dtypes:

@@ -213,6 +213,8 @@ def test_bad_arguments_are_answered_in_a_sentence(x, format, more, says):
         ({"scale": torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8)}, "got torch.uint8"),
         ({"scale": torch.zeros(1, 2, 32, 4, 4).to(torch.float8_e4m3fn)}, r"\(1, 1, 32, 4, 4\) of"),
         ({"tensor_scale": torch.ones(2)}, r"takes one number of float32, got torch.float32 \(2,\)"),
+        ({"tensor_scale": 2.0}, r"\.tensor_scale must be a torch.Tensor, got float"),
+        ({"tensor_scale": torch.ones(1, device="meta")}, "is on meta, its elements on cpu"),
     ],
 )
 def test_what_is_no_quantized_matrix_is_not_read(change, says):
@@ -222,8 +224,18 @@ def test_what_is_no_quantized_matrix_is_not_read(change, says):
     q = cutex.ops.quantize.QuantizedTensor(data, scale, "nvfp4", True, torch.ones(1))
     assert cutex.dequantize(q).shape == (32, 64)
     for use in (cutex.dequantize, cutex.pack_w4)[: 1 if change.get("format") == "mxfp8" else 2]:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises((TypeError, ValueError), match=says):
             use(q._replace(**change))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, 3, "cpu"])
+def test_values_are_given_as_numbers_of_16_bits_and_more(dtype: object) -> None:
+    """A number is no device here, as it is to `Tensor.to`."""
+    q = cutex.ops.quantize.QuantizedTensor(
+        torch.zeros(2, 16).to(torch.float8_e4m3fn), torch.ones(2, 1), "fp8_1x128", False
+    )
+    with pytest.raises(TypeError, match="dtype must be bfloat16, float16, float32 or float64, got"):
+        cutex.dequantize(q, dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", QUANTIZED)

@@ -444,6 +444,8 @@ CODES, ONES = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 1)
         (lambda: cutex.matmul(X, W._replace(packed=W.packed.float())), "got torch.float32"),
         (lambda: cutex.matmul(X, W._replace(factor=ONES[:3, 0])), r"factor of float32 \(8,\) or"),
         (lambda: cutex.matmul(X, W._replace(format=W4Format("int2"))), "kind='int2' is not one of"),
+        (lambda: cutex.matmul(X, W._replace(format=None)), r"b.format must be of W4Format, got"),
+        (lambda: cutex.matmul(X, W._replace(factor=2.0)), "b.factor must be of Tensor or NoneType"),
         (lambda: cutex.pack_w4(X.double()), "w must be of bfloat16, float16 or float32, got"),
         (lambda: cutex.pack_w4(X, kind="int3"), "kind='int3' is not one of int4, uint4"),
         (lambda: cutex.pack_w4(X[0]), r"w must be a matrix \(N, K\), got shape \(128,\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,18 @@ class W4Weight(NamedTuple):
             x = x * factor[:, None]
         return x.to(dtype)
 
+    def check_types(self, name: str) -> None:
+        """Raise TypeError, in one sentence, for a field that is not of its type."""
+        for field, kinds in FIELDS.items():
+            value = getattr(self, field)
+            if not isinstance(value, kinds):
+                due = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{name}.{field} must be of {due}, got {type(value).__name__}")
+
     def check(self, name: str) -> None:
         """Raise ValueError, in one sentence, if the weight's layout is not the one that is read, or
         its tensors have other sizes than it says."""
+        self.check_types(name)
         of, packed, factor = self.format, self.packed, self.factor
         if reason := of.why_not():
             raise ValueError(f"{name} has no format of a packed weight: {reason}")
@@ -114,6 +124,18 @@ class W4Weight(NamedTuple):
                 f"{name} has scales above {TOP_SCALE:.0f} and no factor, as code before packed "
                 "them: pack the weight again with cutex.pack_w4"
             )
+
+
+# the types of a weight's fields
+FIELDS: dict[str, tuple[type, ...]] = {
+    "packed": (Tensor,),
+    "factor": (Tensor, NoneType),
+    "n": (int,),
+    "k": (int,),
+    "format": (W4Format,),
+    "dtype": (torch.dtype,),
+    "layout_version": (int,),
+}
 
 
 def _unpickled(words: str, packed: Tensor, *rest: Any) -> W4Weight:

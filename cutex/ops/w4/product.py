@@ -42,6 +42,8 @@ def w4_matmul(
         return known.launch(x, *passed)
     if not isinstance(x, Tensor):
         raise TypeError(f"a must be a torch.Tensor, got {type(x).__name__}")
+    if not compiling:  # where sizes may be symbols
+        w.check_types("b")
     if x.dtype != w.dtype:
         raise TypeError(f"a is {x.dtype}, but b is packed for {w.dtype}")
     if x.dim() < 1 or x.shape[-1] != w.k:
