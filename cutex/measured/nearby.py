@@ -39,6 +39,8 @@ def measured(name: str) -> tuple[np.ndarray, np.ndarray]:
 def errors_nearby(name: str, places: np.ndarray, caution: float = CAUTION) -> np.ndarray:
     """The expected errors of the model `name` at `places` (PLACE, DIMENSION), as logarithms; with a
     `caution` below 0, what was never tried is given the benefit of the doubt."""
+    if not len(places):
+        return np.zeros(0, np.float32)
     known, errors = measured(name)
     sizes, of_known = places[:, :SIZES], known[:, :SIZES]
     away = np.maximum(sizes.min(0) - of_known, of_known - sizes.max(0)).clip(0)

@@ -53,6 +53,18 @@ class Timed(NamedTuple):
         return min(self.predicted, key=self.predicted.__getitem__)
 
 
+def test_a_config_may_be_far_ahead_of_all_that_were_measured() -> None:
+    """The first of a small gradient cuts K into shares, which no measured pair corrects, and all
+    others take more than NEAR times as long."""
+    majors = MAJORS["wgrad"]
+    problem = GemmProblem(*sizes_class((8, 256, 13646), majors))
+    found = candidates(problem, H200, majors)
+    times = dict(zip(found, predictions(found, problem, H200, 1, majors), strict=True))
+    first = min(times, key=times.__getitem__)
+    assert first.k_shares > 1
+    assert all(times[c] > cost_model.NEAR * times[first] for c in found if c.k_shares == 1)
+
+
 def test_tiles_overlap_only_across_rows() -> None:
     few = GemmProblem(16, 8192, 512)
     spread = [any(c.spread for c in candidates(few, H200, x)) for x in MAJORS.values()]
