@@ -24,6 +24,7 @@ from cutex.kernels.gemm.sm90.candidates import walked
 from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.kernels.gemm.sm90.cost_model import MEASURED as MODEL
 from cutex.kernels.gemm.sm90.cost_model import candidates, predictions
+from cutex.kernels.gemm.sm90.partial_rows import LINES_KEPT, lines_again
 from cutex.measured.nearby import file_of
 from cutex.measured.trees import trees
 from cutex.ops.matmul.plan import call_class, fitted
@@ -51,6 +52,23 @@ class Timed(NamedTuple):
     @property
     def chosen(self) -> Sm90Config:
         return min(self.predicted, key=self.predicted.__getitem__)
+
+
+def test_lines_that_two_streamed_tiles_have_parts_of_are_read_twice() -> None:
+    """64 columns are a line; rows of 2304 begin at one, those of 2312 within one but for each
+    eighth (docs/facts/gemm.md#streamed-lines)."""
+    majors = MAJORS["dgrad"]
+    found = candidates(GemmProblem(8, 2304, 14528), H200, majors)
+    config = next(c for c in found if c.stream_k and c.swap_ab and c.tile_m * c.cluster_m == 64)
+
+    def again(columns: int, majors: tuple[bool, bool] = majors) -> float:
+        return lines_again(config, GemmProblem(8, columns, 14528), 1, majors)
+
+    operand = 2 * 14528 * 2312
+    assert again(2304) == 0 == again(2312, MAJORS["forward"])
+    assert again(2312) == (operand - LINES_KEPT) * 112 / 128
+    wide = replace(config, tile_m=3 * 64 // config.cluster_m, warpgroups=0)
+    assert 3 * lines_again(wide, GemmProblem(8, 2312, 14528), 1, majors) == again(2312)
 
 
 def test_a_config_may_be_far_ahead_of_all_that_were_measured() -> None:

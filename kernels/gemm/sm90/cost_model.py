@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, log2
+from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,13 +24,9 @@ import numpy as np
 from cutex.arch import arch as arch_named
 from cutex.kernels.gemm.config import ELEMENT, ceil_div
 from cutex.kernels.gemm.sm90.candidates import at_once, candidates
-from cutex.kernels.gemm.sm90.config import (
-    Sm90Config,
-    box_rows,
-    contiguous_box,
-    placed_unevenly,
-)
+from cutex.kernels.gemm.sm90.config import Sm90Config, placed_unevenly
 from cutex.kernels.gemm.sm90.loading import LINE, SECTOR, Majors
+from cutex.kernels.gemm.sm90.partial_rows import apart, lines_again, rows_outside
 from cutex.measured.nearby import CAUTION, errors_nearby
 from cutex.measured.trees import trees
 
@@ -42,8 +38,6 @@ __all__ = ["Costs", "Counts", "candidates", "count", "modelled", "place", "predi
 
 MEASURED = "gemm-sm_90a"  # the model's name in cutex/measured
 MOST_SHARERS = 4  # clusters whose requests of the larger operand cost more than the first's
-ROWS_OUTSIDE = 8  # rows of a box outside of the operand that cost nothing
-BOX = 64  # rows of 16 bits that a box brings at most along which K is not contiguous
 SPREAD = 0.99  # time, relative to tiles that leave a few SMs idle
 WALKED_ONCE = 1.04  # time of one round in a persistent loop, relative to tiles without a loop
 # relative time of stores of 16 and of 32 columns of C at a time: 32 and 64 bytes of a line of 128;
@@ -203,6 +197,7 @@ class Counts(NamedTuple):
     split: Any  # bool: whether CTAs share the K of a tile
     exchanged: Any  # bytes of sums that a CTA reads from others, one after the other
     added: Any  # bytes of sums that a second kernel adds up
+    lines_again: Any  # bytes of lines that memory is asked for by two streamed tiles
     memory: Any  # the board's memory bandwidth and
     watts: Any  # its power limit, relative to the arch's own board
 
@@ -254,9 +249,9 @@ def count(
         asked=asked,
         received=c.stage_bytes - asked,
         narrow=not (majors[0] if c.swap_ab else majors[1]) and c.tile_n % 64 > 0,
-        outside=_rows_outside(c, m, n, rounds, majors) * c.k_bytes / 128,
-        straddled=_apart(c, problem, majors, SECTOR),
-        cut=_apart(c, problem, majors, LINE),
+        outside=rows_outside(c, m, n, rounds, majors) * c.k_bytes / 128,
+        straddled=apart(c, problem, majors, SECTOR),
+        cut=apart(c, problem, majors, LINE),
         elements=c.tile_m * c.tile_n,
         store=SHORT_STORES[c.swap_ab].get(c.epi_n, 1.0),
         flops=2 * useful * c.tile_m * c.tile_n * k_tiles * c.k_of(16),
@@ -270,6 +265,7 @@ def count(
         split=c.split_k > 1 or c.stream_k > 0,
         exchanged=_exchanged(c, rounds),
         added=4 * useful * c.tile_m * c.tile_n if c.k_shares > 1 else 0,
+        lines_again=lines_again(c, problem, batch, majors) if c.stream_k else 0,
         memory=arch.hbm_gbs / arch_named(arch.name).hbm_gbs,
         watts=arch.watts / arch_named(arch.name).watts,
     )
@@ -281,57 +277,6 @@ def _exchanged(c: Sm90Config, rounds: float) -> float:
     if c.stream_k:
         return c.partial_bytes * (1 + max(1.0, 1 / rounds - 1))
     return c.partial_bytes * (c.split_k - 1) / c.split_k
-
-
-def _rows_outside(c: Sm90Config, m: int, n: int, rounds: float, majors: Majors) -> float:
-    """The rows of the last boxes that are outside of both operands, beyond ROWS_OUTSIDE each; for
-    CTAs with several tiles, the mean over the tiles of one that has a last one."""
-    if c.spread:
-        return 0
-    of_m, of_n = reversed(majors) if c.swap_ab else majors
-    sides = (
-        (m, c.tile_m, c.cluster_m, c.cluster_n, of_m),
-        (n, c.tile_n, c.cluster_n, c.cluster_m, of_n),
-    )
-    return sum(
-        max(0, _last_outside(c, *side) - ROWS_OUTSIDE)
-        * (1 if c.one_tile else max(1 / max(1, rounds), side[1] / side[0]))
-        for side in sides
-        if side[0] >= side[1] or c.one_tile
-    )
-
-
-def _last_outside(
-    c: Sm90Config, size: int, tile: int, cluster: int, sharers: int, k_major: bool
-) -> int:
-    """The rows of the last tile of a side that TMA finds outside of an operand of `size` rows."""
-    tiles = ceil_div(ceil_div(size, tile), cluster) * cluster
-    outside = tile - max(0, size - (tiles - 1) * tile)
-    if not c.box_rows:
-        return outside
-    if outside == tile:
-        return 0
-    if not k_major:
-        return outside % contiguous_box(tile)
-    part = tile // sharers if tile % (8 * sharers) == 0 else tile
-    return outside % box_rows(part, c.box_rows)
-
-
-def _apart(c: Sm90Config, problem: GemmProblem, majors: Majors, unit: int) -> float:
-    """The bytes of a K tile that a CTA requests in rows starting inside a unit of L2, as some rows
-    of an operand do whose pitch is not a multiple of `unit` bytes. A row costs the same however
-    short it is: rows of narrow boxes count as whole ones."""
-    pitches = (problem.k if majors[0] else problem.m, problem.k if majors[1] else problem.n)
-    tiles = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
-    sharers = (c.cluster_m, c.cluster_n) if c.swap_ab else (c.cluster_n, c.cluster_m)
-    return sum(
-        tile
-        / by
-        * c.k_bytes
-        * (1 - gcd(pitch * ELEMENT, unit) / unit)
-        * (1 if k_major else BOX / contiguous_box(tile))
-        for tile, by, pitch, k_major in zip(tiles, sharers, pitches, majors, strict=True)
-    )
 
 
 class Terms(NamedTuple):
@@ -474,6 +419,8 @@ def predictions(
     every = columns(counts)
     of = terms(every)
     times = of.time * np.exp(trees(MEASURED).predict(features(places, every, of)))
+    again = every._replace(memory_bytes=every.memory_bytes + every.lines_again)
+    times *= modelled(again) / of.time  # trees were fitted without
     times = np.where(every.added, SHARES * times + ADD_US + every.added / ADD_GBS / 1e3, times)
     near = np.flatnonzero((times <= NEAR * times.min()) & (every.added == 0))
     times[near] *= np.exp(errors_nearby(MEASURED, places[near], caution))
