@@ -103,8 +103,10 @@ def test_warps_with_other_keys_each_attend_to_caches(name, whole, monkeypatch):
         tiles = {"tile_n": 32, "num_stages": 4, "num_sms": 2}
         told = not whole and "parts" not in name
         shares = {"in_shares": told, "alone": number % 2 == 0, "few_entries": number % 3 > 0}
+        config = config_for(*given)
         parts = {"by_room": whole, "whole": whole, "waves": whole, **shares}
-        return replace(config_for(*given), few_rows=True, **parts, **tiles)
+        combined = config.combined and not whole
+        return replace(config, few_rows=True, combined=combined, **parts, **tiles)
 
     monkeypatch.setattr(kvcache, "config_for", few)
     PLANS.forget()

@@ -108,9 +108,9 @@ def test_units_of_little_room_are_cut_by_it(sizes, parts):
 
 
 @pytest.mark.parametrize(
-    ("units", "waves"), [(264, False), (265, True), (384, True), (396, True), (397, False)]
+    ("units", "waves"), [(264, False), (265, True), (384, True), (660, True), (661, False)]
 )
-def test_whole_units_of_one_and_a_half_waves_have_a_cta_each(units, waves):
+def test_whole_units_of_few_waves_have_a_cta_each(units, waves):
     config = fitted(DecodeConfig(head_dim=128, head_dim_v=128, one_block=True), 4096, units, 1)
     assert (config.few_rows, config.ctas) == (True, 264)
     assert comes_in_waves(config, units) == waves

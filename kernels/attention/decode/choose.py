@@ -281,8 +281,8 @@ def comes_in_waves(config: DecodeConfig, units: int) -> bool:
     """Whether each of `units` whole units has a CTA to itself, which an SM takes when it has ended
     another: of lengths that differ the last end together, where otherwise a CTA has every so manyth
     unit. Of many more units than CTAs their begins take longer than that
-    (docs/facts/decode.md#whole-waves)."""
-    return config.few_rows and not config.fp8 and config.ctas < units <= 3 * config.ctas // 2
+    (docs/facts/decode.md#whole-waves, #more-waves)."""
+    return config.few_rows and not config.fp8 and config.ctas < units <= 5 * config.ctas // 2
 
 
 def _overlapping(config: DecodeConfig, whole: dict[str, Any], units: int) -> dict[str, Any]:
