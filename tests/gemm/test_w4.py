@@ -246,8 +246,8 @@ def test_no_field_hides_a_property_of_the_general_config() -> None:
 def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
     """As timed (docs/facts/scaled.md#w4-decode-placed)."""
     for mnk, placed in (  # tile_m, warps, resident, num_stages
-        ((1, 4096, 4096), (32, 16, 1, 4)),
-        ((8, 4096, 4096), (16, 8, 2, 4)),
+        ((1, 4096, 4096), (32, 8, 2, 5)),
+        ((8, 4096, 4096), (32, 8, 2, 3)),
         ((8, 4096, 14336), (32, 16, 1, 3)),
         ((1, 5120, 5120), (16, 8, 3, 4)),
         ((8, 6144, 4096), (32, 8, 2, 3)),
@@ -259,12 +259,12 @@ def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
         ((8, 18944, 3584), (32, 4, 5, 2)),
         ((8, 57344, 8192), (32, 4, 4, 3)),
         ((1, 5440, 8576), (32, 8, 2, 4)),
-        ((2, 4096, 4096), (16, 8, 2, 6)),
-        ((4, 4096, 4096), (16, 8, 2, 5)),
-        ((2, 3072, 5120), (16, 8, 2, 6)),
+        ((2, 4096, 4096), (32, 8, 2, 5)),
+        ((4, 4096, 4096), (32, 8, 2, 4)),
+        ((2, 3072, 5120), (32, 8, 2, 5)),
         ((4, 4096, 14336), (32, 16, 1, 4)),
         ((1, 1536, 8960), (16, 16, 1, 6)),
-        ((8, 1088, 9472), (16, 16, 1, 4)),
+        ((8, 1088, 9472), (16, 8, 2, 4)),
         ((2, 16512, 7808), (32, 8, 3, 3)),
         ((3, 14464, 4096), (32, 4, 4, 4)),
         ((4, 6208, 5888), (16, 8, 3, 4)),
@@ -277,6 +277,24 @@ def test_few_rows_take_the_rings_of_warps_that_are_the_fastest() -> None:
         assert found == (placed and placed[:3]), mnk
         assert not decoded or tiles.num_stages == placed[3], mnk
         assert not decoded or tiles.tile_n // 2 < mnk[0] <= tiles.tile_n  # rows are loaded so
+
+
+def test_the_next_launch_waits_where_there_are_no_more_tiles_than_sms() -> None:
+    """As timed (docs/facts/scaled.md#w4-next-behind)."""
+    for mnk, behind in (
+        ((1, 4096, 4096), True),
+        ((4, 4096, 14336), False),  # a CTA has all of an SM
+        ((8, 4224, 4096), True),
+        ((8, 4224, 8192), False),  # a tile on every SM, of longer K than a ring
+        ((8, 1088, 9472), True),
+        ((2, 1088, 9472), False),
+        ((1, 1088, 4096), False),
+        ((1, 4608, 4096), True),
+        ((1, 6144, 4096), False),
+    ):
+        tiles = configs_for(mnk, W4Format())[0]
+        assert isinstance(tiles, W4DecodeConfig)
+        assert tiles.next_behind is behind, mnk
 
 
 def test_ctas_of_some_rows_share_sms_where_that_is_the_faster() -> None:

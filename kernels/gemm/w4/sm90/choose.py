@@ -51,25 +51,31 @@ X_VECTOR = 8  # elements of x that a bulk copy has a multiple of
 # of the kernel of up to eight rows (docs/facts/scaled.md#w4-decode): clocks of 32 rows by 128 of K
 # on an SM, and what a CTA takes beside them where there are many
 DECODE_CLOCKS, DECODE_ROUND_US = 120, 0.1
-DECODE_ROWS = 32
+DECODE_ROWS, DECODE_COLUMNS = 32, 8
 TWO_ROUNDS = 1.8  # the time of two CTAs that share an SM, relative to that of 16 warps of one
 
 
 class Placed(NamedTuple):
-    """The CTAs of the kernel of few rows: rows of a tile, warps, CTAs per SM, slots."""
+    """The CTAs of the kernel of few rows: rows of a tile, warps, CTAs per SM, slots, and whether
+    the next launch's begin behind their loads."""
 
     tile_m: int
     warps: int
     resident: int
     most_stages: int
+    next_behind: bool = False
 
 
-# by how many tiles of 32 rows there are for each SM, up to so many: of one row of x, two, four and
-# eight (docs/facts/scaled.md#w4-decode-placed, #w4-decode-waves, and #w4-rows-placed). Slots are as
-# many as keep another CTA from an SM: a launch that begins under the one before would leave some
-# SMs more CTAs than others
+# where there are no more tiles of 32 rows than SMs, CTAs of half an SM, beside which the next
+# launch's find room, one on each SM; of longer K all of an SM. With a tile on every SM the next
+# launch may start at once for K beyond FULL_K (docs/facts/scaled.md#w4-next-behind)
+ONE_ROUND, ALONE, ROUND_K, FULL_K = Placed(32, 8, 2, 8, True), Placed(32, 16, 1, 4), 12288, 6144
+# by how many tiles of 32 rows there are for each SM, up to so many, more than one: of one row of x,
+# two, four and eight (docs/facts/scaled.md#w4-decode-placed, #w4-decode-waves, #w4-rows-placed).
+# Slots are as many as keep another CTA from an SM: a launch that begins under the one before would
+# leave some SMs more CTAs than others
 OF_ONE_ROW = (
-    (1.0, Placed(32, 16, 1, 4)),
+    (1.1, ONE_ROUND),
     (1.3, Placed(16, 8, 3, 4)),
     (1.6, Placed(32, 8, 3, 3)),
     (2.0, Placed(32, 8, 2, 4)),
@@ -81,7 +87,6 @@ OF_ONE_ROW = (
     (math.inf, Placed(32, 8, 3, 3)),
 )
 OF_TWO_ROWS = (
-    (1.0, Placed(32, 16, 1, 4)),
     (1.3, Placed(32, 8, 2, 4)),
     (1.6, Placed(32, 8, 3, 3)),
     (2.0, Placed(32, 8, 2, 4)),
@@ -91,7 +96,6 @@ OF_TWO_ROWS = (
     (math.inf, Placed(32, 4, 4, 4)),
 )
 OF_FOUR_ROWS = (
-    (1.0, Placed(32, 16, 1, 4)),
     (1.6, Placed(16, 8, 3, 4)),
     (3.0, Placed(32, 8, 2, 4)),
     (4.0, Placed(32, 4, 4, 4)),
@@ -99,7 +103,7 @@ OF_FOUR_ROWS = (
     (math.inf, Placed(32, 4, 4, 4)),
 )
 OF_EIGHT_ROWS = (
-    (1.0, Placed(32, 16, 1, 4)),
+    (1.25, ONE_ROUND),
     (2.0, Placed(32, 8, 2, 4)),
     (3.0, Placed(32, 8, 3, 2)),
     (4.0, Placed(32, 4, 4, 3)),
@@ -107,12 +111,12 @@ OF_EIGHT_ROWS = (
     (math.inf, Placed(32, 4, 4, 3)),
 )
 OF_ROWS = {1: OF_ONE_ROW, 2: OF_TWO_ROWS, 4: OF_FOUR_ROWS, 8: OF_EIGHT_ROWS}
-# of nearly one tile of 32 rows an SM, and K that x of twice as many CTAs may have; of little more
-# than one by one row, and K that it may not
-NEARLY_ONE, SHORT_K, HALVED = 0.9, 4096, Placed(16, 8, 2, 4)
-# the same by two and four rows; of up to half a tile, tiles of half as many rows, each on an SM
-# (docs/facts/scaled.md#w4-half-tiles)
-FEW_K, HALF, HALF_TILES = 8192, 0.5, Placed(16, 16, 1, 4)
+# up to half a tile an SM: tiles of 16 rows, and K of fewer than eight rows of x, and tiles an SM of
+# one, for which CTAs of half an SM are the faster
+HALF, HALF_ROUND, HALF_ALONE, HALF_K, THIN = (
+    0.5, Placed(16, 8, 2, 8, True), Placed(16, 16, 1, 6), 5120, 0.27,
+)  # fmt: skip
+# of little more than one by one row, and K that it may not have
 SOME_MORE, LONG_K, WHOLE = 1.3, 6144, Placed(32, 8, 2, 4)
 DEEPEST = 16  # slots of a ring, beyond which nothing is gained
 FEW_ROWS = 256
@@ -337,8 +341,8 @@ def configs_for(
 def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4DecodeConfig | None:
     """The config of the kernel of few rows for sizes (M, N, K); None if they are not for it.
 
-    With one tile per SM 16 warps; with more 8 or 4, so that the end of one CTA overlaps the work of
-    others on its SM.
+    With up to one tile per SM 8 warps and half of an SM, so that the next launch's CTAs find room;
+    with more 8 or 4, so that the end of one CTA overlaps the work of others on its SM.
     """
     m, n, k = mnk
     if m == 1 and k % X_VECTOR:
@@ -346,32 +350,32 @@ def decode_config(mnk: tuple[int, int, int], of: W4Format, arch: Arch) -> W4Deco
     columns = 1 << (m - 1).bit_length()
     a_sm = ceil_div(n, DECODE_ROWS) / arch.num_sms
     placed = next(placed for most, placed in OF_ROWS[columns] if a_sm <= most)
-    least, most_k = (HALF, FEW_K) if columns in (2, 4) else (NEARLY_ONE, SHORT_K)
-    if columns > 1 and least < a_sm <= 1 and k <= most_k:
-        placed = HALVED
-    if a_sm <= HALF:
-        placed = HALF_TILES
+    if a_sm <= 1:
+        placed = placed_once(columns, a_sm, k)
     if columns == 1 and 1 < a_sm <= SOME_MORE and k > LONG_K:
         placed = WHOLE
-    tile_m, warps, resident, most_stages = placed
-    tile = W4DecodeConfig(tile_m=tile_m, tile_n=columns, format=of, warps=warps, resident=resident)
-    if placed in (HALVED, HALF_TILES):  # timed so
-        most_stages = stages_alone(tile, most_stages, arch)
-    for num_stages in range(most_stages, 1, -1):
+    tile = W4DecodeConfig(
+        tile_m=placed.tile_m,
+        tile_n=columns,
+        format=of,
+        warps=placed.warps,
+        resident=placed.resident,
+        next_behind=placed.next_behind,
+    )
+    for num_stages in range(placed.most_stages, 1, -1):
         found = replace(tile, num_stages=num_stages)
         if found.why_not(None, arch) is None:
             return found.on(arch.num_sms)
     return None
 
 
-def stages_alone(tile: W4DecodeConfig, least: int, arch: Arch) -> int:
-    """The slots of a ring, at least `least`, that leave no room for one more CTA on an SM
-    (docs/facts/scaled.md#w4-third-cta)."""
-    one_more = replace(tile, resident=tile.resident + 1)
-    return next(
-        (n for n in range(least, DEEPEST) if replace(one_more, num_stages=n).why_not(None, arch)),
-        least,
-    )
+def placed_once(columns: int, a_sm: float, k: int) -> Placed:
+    """The CTAs where there are no more tiles of 32 rows than SMs."""
+    if a_sm > HALF:
+        placed = ONE_ROUND if k <= ROUND_K else ALONE
+        return placed._replace(next_behind=False) if a_sm == 1 and k > FULL_K else placed
+    short = k <= (ROUND_K if columns == DECODE_COLUMNS else HALF_K)
+    return HALF_ROUND if short and (columns > 1 or a_sm > THIN) else HALF_ALONE
 
 
 def predict_decode(tiles: W4DecodeConfig, mnk: tuple[int, int, int], arch: Arch) -> float:

@@ -261,7 +261,8 @@ class W4Decode:
         slots.prefetch(warp)
         if cutlass.const_expr(c.tile_n > 1):
             cpasync.prefetch_descriptor(x.atom)
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not c.next_behind):
+            cute.arch.griddepcontrol_launch_dependents()
         publish_barriers((full,))
         cute.arch.griddepcontrol_wait()
         acc = self.product(slots, warp)
@@ -295,6 +296,8 @@ class W4Decode:
         for ahead in cutlass.range_constexpr(c.num_stages):
             if warp + ahead * c.warps < blocks:
                 slots.load(warp + ahead * c.warps, ahead)
+        if cutlass.const_expr(c.next_behind):
+            cute.arch.griddepcontrol_launch_dependents()
         take = PipelineState(c.num_stages, Int32(0), Int32(0))
         for turn in cutlass.range(cute.ceil_div(blocks - warp, c.warps), unroll=1):
             block = warp + turn * c.warps

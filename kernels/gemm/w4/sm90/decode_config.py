@@ -33,6 +33,9 @@ class W4DecodeConfig(WeightTiles, GemmConfig):
     format: W4Format = field(default_factory=W4Format)
     warps: int = 8
     resident: int = 2  # CTAs that share an SM
+    # whether the next launch's CTAs may begin when all of this one's have begun to load, and so the
+    # kernel before has ended: not as soon as all have begun
+    next_behind: bool = False
 
     @property
     def num_threads(self) -> int:
