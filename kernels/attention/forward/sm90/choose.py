@@ -52,6 +52,12 @@ L2_HEADS = 6  # heads of K and V, of which L2 does not hold as many where rows f
 # blocks of keys, of two warpgroups, that merging takes as long as: with its first part, and with so
 # many more
 MERGING, PARTS_A_BLOCK = 5, 8
+# how much longer CTAs of 128 rows take where each reads keys of its own: parts of the last round,
+# and shares, of which neighbours have neighbouring rows; none of it while all keys fill HELD of L2,
+# all of it beyond STREAMED times L2
+APART, APART_SPLIT, HELD, STREAMED = 0.35, 0.12, 0.7, 1.3
+MOSTLY = 0.5  # of that, from which on full rows of more tiles than half the SMs are split, too
+IDLE = 0.2  # of the last round's time, that idle SMs save, were all: the others have more power
 # blocks that whoever completes a tile takes to add each part of it, times the parts O is stored in
 ADDING = 0.5
 MOST_ROUNDS = 3  # of tiles that are split: of more the last one is a small part
@@ -82,9 +88,7 @@ def fitted(spec: AttentionSpec, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     config = replace(config, pack=packed_heads(config, shape))
     if shares(config, shape, arch):
         config = replace(config, share=True, tile_m=2 * config.tile_m)
-    cut = replace(config, spread=True, num_ctas=arch.num_sms)
-    config = cut if cut.why_not() is None and cut.tail(shape).is_cut else config
-    return split(config, shape, arch.num_sms)
+    return split(cut(config, shape, arch), shape, arch)
 
 
 def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
@@ -99,43 +103,85 @@ def packed_heads(config: Sm90ForwardConfig, shape: Shape) -> int:
     return heads if together < FEWER_TILES * alone else 1
 
 
+def cut(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
+    """`config` with the tiles of the last round cut along their keys, where that is faster."""
+    parts = replace(config, spread=True, num_ctas=arch.num_sms)
+    if parts.why_not() is not None or not parts.tail(shape).is_cut:
+        return config
+    return min((parts, config), key=lambda x: time_of_rounds(x, shape, arch))
+
+
+def time_of_rounds(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> float:
+    """The time of all rounds of tiles, in blocks of keys."""
+    steps, tail = -(-shape.longest_k // config.tile_n) + START, config.tail(shape)
+    ctas = arch.num_sms // config.ctas
+    rounds, left = divmod(tail.tiles, ctas)
+    if not left:
+        return float(rounds * steps)
+    if not config.is_cut:
+        return rounds * steps + steps * (1 - IDLE * (1 - left / ctas))
+    last = left * (steps - START) / tail.shares + tail.cost
+    last += ADDING * config.o_parts * tail.shares / left
+    return rounds * steps + last * (1 + APART * streamed(config, shape, arch, left))
+
+
+def streamed(config: Sm90ForwardConfig, shape: Shape, arch: Arch, tiles: int) -> float:
+    """How much of the keys and values that so many tiles, in order, see comes from memory for each
+    CTA that reads them, if all read others at one time: from 0, L2 holding them, to 1."""
+    of_head = -(-shape.longest_q * config.pack // config.tile_m)  # tiles
+    sharing = shape.heads_q // shape.heads_kv // config.pack
+    heads = min(-(-tiles // (of_head * sharing)), shape.heads_kv * shape.batch)
+    beyond = heads * head_bytes(config, shape) / arch.l2_bytes - HELD
+    # NOTE: of more rows each key takes longer
+    return max(0.0, min(beyond / (STREAMED - HELD), 1.0)) if config.rows <= 128 else 0.0
+
+
+def head_bytes(config: Sm90ForwardConfig, shape: Shape) -> int:
+    """The bytes of the keys and values of a head."""
+    return shape.longest_k * (config.k_bytes + config.v_bytes) // config.tile_n
+
+
 def on_caches(config: Sm90ForwardConfig) -> bool:
     """Whether keys are in pages, or only some of them are used: there shares of more tiles than
     half the SMs are faster, full or causal."""
     return bool(config.page_size or config.used_k)
 
 
-def split(config: Sm90ForwardConfig, shape: Shape, num_sms: int) -> Sm90ForwardConfig:
+def split(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> Sm90ForwardConfig:
     """`config` with tiles split into shares for all CTAs, where that is faster."""
+    num_sms = arch.num_sms
     few = replace(config.uncut(), split=True, num_ctas=num_sms, dispatch="one", halves=False)
     few = replace(few, share=False, alternate=False, tile_m=fewest_rows(config, shape))
     if config.head_dim == 256:  # with more of Q in registers, what computes spills
         few = replace(few, q_in_registers=min(config.q_in_registers, 64))
     mean = shape._replace(longest_q=min(shape.mean_q + 1, shape.longest_q))  # of packed queries
-    tiles, whole = (x.tiles(mean) for x in (few, config))
+    tiles = few.tiles(mean)
     if few.why_not() is not None or not 0 < tiles <= MOST_ROUNDS * num_sms:
         return config
-    dense = 2 * tiles > num_sms and not on_caches(config)
-    if dense and (not config.causal or config.has_lengths):
+    few_tiles = 2 * tiles <= num_sms or on_caches(config)
+    if not few_tiles and (config.has_lengths or (not config.causal and tiles > num_sms)):
         return config
     # NOTE: rows of one tile that see fewer keys than those of others make shares unequal
     if config.causal and 2 * tiles > num_sms and shape.longest_k < FEW_BESIDE * shape.longest_q:
         return config
-    steps, tail = -(-shape.longest_k // config.tile_n), config.tail(shape)
-    rounds = -(-whole * config.ctas // num_sms)
-    others = float(rounds * (steps + START))
-    if config.is_cut:
-        others = tail.whole // tail.ctas * (steps + START)
-        cut = tail.tiles - tail.whole
-        others += cut * steps / tail.shares + tail.cost
-        others += ADDING * config.o_parts * tail.shares / cut
-    gain = DENSE_GAIN if dense else 1.0
-    return few if gain * time_of(steps, tiles, num_sms) < others else config
+    steps, whole = -(-shape.longest_k // config.tile_n), config.tiles(mean)
+    if config.causal or on_caches(config):
+        rounds = -(-whole * config.ctas // num_sms) * (steps + START)
+        gain = 1.0 if few_tiles else DENSE_GAIN
+        return few if gain * time_of_shares(steps, tiles, num_sms) < rounds else config
+    apart = streamed(few, shape, arch, tiles)
+    if not few_tiles and apart < MOSTLY:
+        return config
+    here = time_of_shares(steps, tiles, num_sms, APART_SPLIT * apart, config.o_parts)
+    return few if here < time_of_rounds(config, mean, arch) else config
 
 
-def time_of(steps: int, tiles: int, ctas: int) -> float:
-    """The time of so many tiles of `steps` blocks of keys each, in blocks."""
-    shares = (steps + START) * tiles / ctas + MERGING + SECOND
+def time_of_shares(
+    steps: int, tiles: int, ctas: int, apart: float = 0.0, o_parts: int = 1
+) -> float:
+    """The time of so many tiles of `steps` blocks of keys each that are split, in blocks: longer by
+    `apart` where shares end anywhere, each of which leaves two pieces of O."""
+    shares = (steps + START) * tiles / ctas * (1 + apart) + MERGING + SECOND * o_parts
     if tiles > ctas:
         return shares
     parts = min(ctas // tiles, MOST_PARTS)
@@ -166,7 +212,6 @@ def shares(config: Sm90ForwardConfig, shape: Shape, arch: Arch) -> bool:
     if not few:
         return rows // config.tile_m * heads >= 2 * arch.num_sms
     m_blocks = -(-rows // config.tile_m)  # the last one may be partly empty
-    head_bytes = shape.longest_k * (config.k_bytes + config.v_bytes) // config.tile_n
     whole = shape.mean_q == shape.longest_q and m_blocks > 0 and m_blocks % 2 == 0
-    streams = not config.causal and L2_HEADS * head_bytes > arch.l2_bytes
-    return whole and streams and m_blocks * heads >= arch.num_sms
+    from_memory = not config.causal and L2_HEADS * head_bytes(config, shape) > arch.l2_bytes
+    return whole and from_memory and m_blocks * heads >= arch.num_sms
