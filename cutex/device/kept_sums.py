@@ -52,16 +52,19 @@ class KeptSums(NamedTuple):
         self.say(1)
 
     @cute.jit
-    def add(self, accs: tuple[cute.Tensor, ...]) -> None:
-        """Wait for the flag, and add the sums to the accumulators."""
+    def add(self, accs: tuple[cute.Tensor, ...], at_once: cutlass.Constexpr[int]) -> None:
+        """Wait for the flag, and add the sums to the accumulators, `at_once` vectors at a time."""
         self.await_kept()
-        self.add_kept(accs)
+        self.add_kept(accs, at_once)
 
     @cute.jit
-    def add_kept(self, accs: tuple[cute.Tensor, ...]) -> None:
-        """Add the sums, whose flag has been waited for, to the accumulators; set the flag to 0."""
+    def add_kept(self, accs: tuple[cute.Tensor, ...], at_once: cutlass.Constexpr[int]) -> None:
+        """Add the sums, whose flag has been waited for, to the accumulators, `at_once` vectors at a
+        time; set the flag to 0."""
         others = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-        for mine, place in self.vectors(accs):
+        for number, (mine, place) in enumerate(self.vectors(accs)):
+            if number % at_once == 0:
+                cute.arch.sync_warp()  # NOTE: no load passes it, else more start than can be held
             cute.autovec_copy(place, others)
             mine.store(mine.load() + others.load())
         with cute.arch.elect_one():

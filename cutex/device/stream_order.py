@@ -18,12 +18,17 @@ def let_next_kernel_start() -> None:
         cute.arch.griddepcontrol_launch_dependents()
 
 
+def await_kernel_before() -> None:
+    """Wait until the kernel before has ended and what it wrote is visible."""
+    if may_overlap():
+        cute.arch.griddepcontrol_wait()
+
+
 def wait_for_kernel_before() -> None:
     """Let the next kernel of the stream start, and wait until the one before has ended and what it
     wrote is visible. Called by all threads, before the first access of gmem.
 
     NOTE: what a kernel begins with, as its barriers, passes while the one before it ends: a launch
     among small ones takes some .7 us less (docs/facts/rows.md#rows-overlap)."""
-    if may_overlap():
-        let_next_kernel_start()
-        cute.arch.griddepcontrol_wait()
+    let_next_kernel_start()
+    await_kernel_before()

@@ -129,7 +129,7 @@ def test_sums_of_a_part_that_are_passed_on_wrongly_are_found(monkeypatch, fault,
         say = KeptSums.say
         monkeypatch.setattr(KeptSums, "say", lambda self, kept: say(self, 1))
     elif fault == "not added":
-        monkeypatch.setattr(KeptSums, "add", lambda self, accs: self.say(0))
+        monkeypatch.setattr(KeptSums, "add", lambda self, *of: self.say(0))
     else:
         share = HeadParts.share
         monkeypatch.setattr(HeadParts, "share", lambda *of: share(*of[:-1], of[-1] * 0))

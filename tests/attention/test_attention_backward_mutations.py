@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutex.compile import compile
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.mask import KeyMask
+from cutex.device.handover import Handover
 from cutex.device.kept_sums import KeptSums
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.kernels.attention.backward import rows
@@ -24,7 +25,7 @@ from cutex.kernels.attention.backward.sm90.backward import Backward
 from cutex.kernels.attention.backward.sm90.keys import WideKeys
 from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.scores import Scores
-from cutex.kernels.attention.backward.sm90.shared import Handover, SumsQueue, Zeros
+from cutex.kernels.attention.backward.sm90.shared import SumsQueue, Zeros
 from cutex.kernels.attention.backward.tiles import Rotation, turn_of
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.problem.attention.case import AttentionCase
@@ -546,5 +547,5 @@ def test_sums_of_a_piece_that_are_passed_on_wrongly_are_found(short_shares, monk
         say = KeptSums.say
         monkeypatch.setattr(KeptSums, "say", lambda self, kept: say(self, 1))
     else:
-        monkeypatch.setattr(KeptSums, "add", lambda self, accs: self.say(0))
+        monkeypatch.setattr(KeptSums, "add", lambda self, *of: self.say(0))
     assert wrong(SPREAD, case=SPREAD_CASE) is not None

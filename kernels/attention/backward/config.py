@@ -49,6 +49,16 @@ class BackwardConfig(BackwardSpec):
     registers: tuple[int, ...] = (224, 56)
 
     @property
+    def overlaps(self) -> bool:
+        return True
+
+    @property
+    def keys_first(self) -> bool:
+        """Whether main loads K and V while preprocess, which does not write them, ends: it needs
+        neither the ranks nor the flags of zeros that preprocess writes to know its first tile."""
+        return not (self.late_zeros or self.ranked)
+
+    @property
     def wide(self) -> bool:
         """Whether dV and dK of the same 64 keys are summed by two warpgroups, because one cannot
         hold both."""
@@ -165,6 +175,11 @@ class BackwardConfig(BackwardSpec):
         if self.wide:  # a warp has those of dV or dK
             return max(self.head_dim, self.head_dim_v) // 2
         return super().sums_of_keys
+
+    @property
+    def sums_at_once(self) -> int:
+        """The vectors of kept sums of dK and dV that a thread loads at one time."""
+        return 12 if self.wide else 16
 
     @property
     def dq_width(self) -> int:

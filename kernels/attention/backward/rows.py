@@ -15,7 +15,11 @@ from cutex.device.attention.block_info import BlockInfo, smaller
 from cutex.device.attention.gaps import Gaps
 from cutex.device.attention.seqlen_info import SeqlenInfo
 from cutex.device.attention.softmax import LOG2_E
-from cutex.device.stream_order import may_overlap, wait_for_kernel_before
+from cutex.device.stream_order import (
+    await_kernel_before,
+    let_next_kernel_start,
+    may_overlap,
+)
 from cutex.kernels.attention.backward.signature import (
     KernelArgs,
     RowTiles,
@@ -32,6 +36,9 @@ VECTOR = 8  # elements of 16 bits in one load
 SIDE_BY_SIDE = THREADS // LANES  # rows that are read at one time
 WIDE = 8  # columns of a unit of dQ
 MOST = 32  # units that a thread of convert has in registers at one time
+# bytes of smem that a CTA of convert has for nothing else than that three of them fill an SM: they
+# begin while main ends, and would crowd on the SMs that it leaves first
+SPARE_SMEM = 72 * 1024
 HUGE_LSE, HUGE_LSE_ERROR = 2.0**24, 2.0**-20  # in powers of two, and more than its relative error
 
 Config = TypeVar("Config", bound=BackwardSpec)
@@ -82,7 +89,9 @@ class Preprocess:
         num_sequences: Int32,
     ) -> None:
         c = self.config
-        wait_for_kernel_before()
+        # NOTE: in this order, main may read what was there before this kernel without a wait
+        await_kernel_before()
+        let_next_kernel_start()
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         if cutlass.const_expr(c.late_zeros):
@@ -372,12 +381,18 @@ class Convert:
         batch, longest, tiles = row_sizes(self.config, tensors.dq, args)
         num_m_blocks = cute.ceil_div(longest, self.config.tile_m)
         self.kernel(tensors.dq_sums, tensors.dq, args, tiles, Int32(num_m_blocks)).launch(
-            grid=(num_m_blocks * tiles.heads * batch, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(num_m_blocks * tiles.heads * batch, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=SPARE_SMEM if self.config.overlaps else 0,
+            use_pdl=self.config.overlaps,
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(self, mSums, mdQ, args: KernelArgs, tiles: RowTiles, num_m_blocks: Int32) -> None:
         c = self.config
+        if cutlass.const_expr(c.overlaps):
+            await_kernel_before()
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

@@ -119,6 +119,11 @@ class BackwardSpec(ScoreSpec):
         return False
 
     @property
+    def overlaps(self) -> bool:
+        """Whether convert begins while main ends."""
+        return False
+
+    @property
     def first_stores(self) -> bool:
         """Whether the first key block to add to a tile of dQ stores instead, so that nobody zeroes
         the sums."""

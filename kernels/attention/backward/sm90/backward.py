@@ -26,7 +26,9 @@ from cutex.device.atoms.mma import SMEM_ALIGN, allocate_slots, slots_layout
 from cutex.device.atoms.scalar import pinned
 from cutex.device.attention.block_info import BlockInfo
 from cutex.device.attention.rows import Rows, tma_operand
+from cutex.device.handover import Handover
 from cutex.device.pipeline import Barrier, Ring, Warps, publish_barriers
+from cutex.device.stream_order import await_kernel_before, let_next_kernel_start
 from cutex.kernels.attention.backward.config import ELEMENT, TILE, WARPGROUP_ROWS, BackwardConfig
 from cutex.kernels.attention.backward.rows import BackwardKernel, by_tiles
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, Tensors
@@ -34,7 +36,6 @@ from cutex.kernels.attention.backward.sm90.keys import KeyGradients, WideKeys, W
 from cutex.kernels.attention.backward.sm90.queries import AllGradients, QueryGradients
 from cutex.kernels.attention.backward.sm90.shared import (
     Adds,
-    Handover,
     Load,
     Shared,
     SumsQueue,
@@ -166,8 +167,6 @@ class Main:
         sizes: Sizes,
         tiles: RowTiles,
     ) -> None:
-        # NOTE: convert is not let start: its CTAs would crowd on the SMs that are free first
-        cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.config.own_dq):
             self.several_tiles(operands, stats, dq_sums, args, sizes, tiles)
         else:
@@ -186,6 +185,7 @@ class Main:
         shared = self.shared(smem, operands, args, sizes, tiles, None, more)
         shared = replace(shared, queue=queue, descending=c.descending, flips=c.flips)
         walk = Walk(c, dispatch, args, sizes)
+        self.await_preprocess()
         warp, first = cute.arch.warp_idx(), self.query_warps.first
         if warp >= first:
             cute.arch.setmaxregister_decrease(c.registers[-1])
@@ -202,6 +202,14 @@ class Main:
             queries = QueryGradients(c, shared, None, dq_sums)
             AllGradients.of_all(c, shared, queries).run_all(walk, operands.dk, operands.dv)
 
+    @cute.jit
+    def await_preprocess(self) -> None:
+        """Wait for what preprocess writes, but in a warp that loads K and V before it does."""
+        if cutlass.const_expr(not self.config.keys_first):  # noqa: SIM114 - known when tracing
+            await_kernel_before()
+        elif cute.arch.warp_idx() != self.query_warps.first:
+            await_kernel_before()
+
     def load(self, operands: Operands, stats: cute.Tensor, shared: Shared) -> Load:
         c = self.config
         sides = zip(operands[:4], ("q", "k", "k", "q"), strict=True)
@@ -215,6 +223,8 @@ class Main:
         c, given = self.config, (operands, stats, dq_sums, args, sizes, tiles)
         index, _, _ = cute.arch.block_idx()
         chosen: Any = ranked(c, args, sizes)
+        if cutlass.const_expr(not c.keys_first):
+            await_kernel_before()
         if cutlass.const_expr(chosen is None):
             self.tile(tile_of(c, index, args, sizes), *given)
         else:
@@ -229,6 +239,7 @@ class Main:
         c = self.config
         if tile.has_keys(c):
             shared = self.shared(SmemAllocator(), operands, args, sizes, tiles, tile)
+            self.await_preprocess()
             warp = cute.arch.warp_idx()
             if warp >= self.query_warps.first:
                 cute.arch.setmaxregister_decrease(c.registers[-1])
@@ -237,6 +248,7 @@ class Main:
                 cute.arch.setmaxregister_increase(c.registers[0])
                 gradients = KeyGradients.of(c, self.of_role(shared, args, sizes))
                 gradients.run()
+                let_next_kernel_start()
                 gradients.store_or_keep(operands.dk, operands.dv)
             elif warp < self.key_warps.count // 2:
                 cute.arch.setmaxregister_increase(c.registers[0])
@@ -248,7 +260,10 @@ class Main:
                 of_keys = self.of_role(shared, args, sizes)
                 keys = WideKeys.of(c, of_keys, self.load(operands, stats, of_keys))
                 keys.run()
+                let_next_kernel_start()
                 keys.store_or_keep(operands.dk)
+        elif cutlass.const_expr(c.keys_first):
+            await_kernel_before()
 
     def queries(self, shared: Shared, operands, stats, dq_sums) -> QueryGradients:
         """The role that loads, and computes dQ."""

@@ -207,7 +207,7 @@ class KeyGradients(Scores):
             missing = piece.first > 0
             while missing:
                 share -= 1
-                self.kept(share).add(sums)
+                self.kept(share).add(sums, self.config.sums_at_once)
                 missing = tail.cut(share) > tail.start(piece.index)
             self.store(*out)
 

@@ -18,12 +18,13 @@ from cutex.device.atoms.mma import contiguous_rows_layout
 from cutex.device.atoms.wgmma import ROWS, WARPGROUP, Wgmma, WgmmaProduct
 from cutex.device.attention.block_info import Blocks
 from cutex.device.attention.row_store import SummedTile
+from cutex.device.handover import other_cta
 from cutex.device.pipeline import Barrier, PipelineState
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.sm90.keys import KeyGradients
 from cutex.kernels.attention.backward.sm90.scores import STORE_BARRIER, Products, round_operand
-from cutex.kernels.attention.backward.sm90.shared import Shared, number_of_part, other_cta
+from cutex.kernels.attention.backward.sm90.shared import Shared, number_of_part
 from cutex.kernels.attention.backward.tiles import Walk, turn_of
 
 WIDE = 8  # columns of an accumulator of which a thread has 4 numbers
@@ -64,6 +65,7 @@ class QueryGradients:
         fill = s.q.producer()
         if loads:
             self.load.keys()
+            self.load.await_preprocess()
             for i in cutlass.range(cutlass.min(total, c.num_stages), unroll=1):
                 self.load.queries(i, fill)
                 fill.advance()

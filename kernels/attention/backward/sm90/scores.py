@@ -313,7 +313,7 @@ class Scores:
                 self.kept(first).await_several(part, self.config.sum_warps)
                 while part > 0:
                     part -= 1
-                    self.kept(first + part).add_kept(self.sums)
+                    self.kept(first + part).add_kept(self.sums, self.config.sums_at_once)
                 self.store(*out)
 
     def kept(self, share: Int32) -> KeptSums:

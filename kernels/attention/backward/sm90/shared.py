@@ -20,88 +20,15 @@ from cutex.device.atoms.wgmma import ROWS
 from cutex.device.attention.block_info import BlockInfo, Blocks, ceil_div
 from cutex.device.attention.row_store import VECTOR, SummedTile
 from cutex.device.attention.rows import Rows, tile_loads
+from cutex.device.attention.seqlen_info import SeqlenInfo
+from cutex.device.handover import Handover
 from cutex.device.pipeline import Barrier, PipelineState, Ring
+from cutex.device.stream_order import await_kernel_before
 from cutex.device.turns import await_turn, pass_turn
 from cutex.kernels.attention.backward.config import BackwardConfig
 from cutex.kernels.attention.backward.signature import KernelArgs, RowTiles, queries
 from cutex.kernels.attention.backward.tiles import Tile, Walk, tiles_ahead, turn_of
 from cutex.schedulers.order import select
-
-
-@dataclass(frozen=True)
-class Handover:
-    """A ring of slots that some warps fill and others empty.
-
-    full[slot]:  1 arrival of each warp that fills, when its part of the slot is written.
-    empty[slot]: 1 arrival of each warp that empties, when its reads are complete; of `readers` of
-    each CTA, and of `here` of this one.
-    """
-
-    num_slots: int
-    full: Barrier
-    empty: Barrier
-    ctas: int = 1  # whose warps empty them
-
-    @staticmethod
-    def allocate(
-        smem, name: str, num_slots: int, fillers: int, readers: int, ctas: int = 1, here: int = 0
-    ) -> Handover:
-        full = Barrier.allocate(smem, f"{name} full", arrivals=fillers, slots=num_slots)
-        arrivals = readers * ctas + here
-        empty = Barrier.allocate(smem, f"{name} empty", arrivals=arrivals, slots=num_slots)
-        return Handover(num_slots, full, empty, ctas)
-
-    def init(self) -> None:
-        self.full.init()
-        self.empty.init()
-
-    def state(self, number: Int32 | int) -> PipelineState:
-        """The state at block `number`, for the warps on either side of the ring."""
-        number, slots = Int32(number), self.num_slots
-        if slots.bit_count() == 1:  # of a signed number, % and // take four times as many
-            return PipelineState(slots, number & slots - 1, number >> slots.bit_length() - 1 & 1)
-        return PipelineState(slots, number % slots, number // slots % 2)
-
-    def wait_empty(self, state: PipelineState) -> None:
-        """Wait until the slot is empty."""
-        # NOTE: a wait for parity 1 on a fresh barrier returns at once: every slot starts empty.
-        self.empty.wait(state.phase ^ 1, state.slot)
-
-    def hand_over(self, state: PipelineState) -> None:
-        """Arrive once for this warp: its part of the slot is written, also for wgmma to read."""
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        self.hand_over_fenced(state)
-
-    def hand_over_fenced(self, state: PipelineState) -> None:
-        """Like `hand_over`, with a fence and a warp barrier first."""
-        with cute.arch.elect_one():
-            self.full.arrive(state.slot)
-
-    def release(self, state: PipelineState) -> None:
-        with cute.arch.elect_one():
-            self.empty.arrive(state.slot)
-            if self.ctas > 1:
-                # NOTE: of CTA scope: it says that reads are complete, and publishes no data
-                cute.arch.mbarrier_arrive(self.empty[state.slot], other_cta())
-
-    def release_here(self, state: PipelineState) -> None:
-        """Release a slot that only this CTA reads."""
-        with cute.arch.elect_one():
-            self.empty.arrive(state.slot)
-
-    @cute.jit
-    def drain(self, total: Int32) -> None:
-        """Wait until all `total` slots that were filled are empty again."""
-        for back in cutlass.range_constexpr(self.num_slots):
-            if total > back:
-                state = self.state(total - 1 - back)
-                self.empty.wait(state.phase, state.slot)
-
-
-def other_cta() -> Int32:
-    """The rank of the other CTA of a pair."""
-    return cute.arch.block_idx_in_cluster() ^ 1
 
 
 @dataclass(frozen=True)
@@ -271,21 +198,56 @@ class Load:
         if cutlass.const_expr(piece is not None):
             first, total = piece.first, piece.end
         if total > 0:
-            self.queries(first, fill)
-            fill.advance()
+            self.q_of(first, fill)
+            self.do_of(first, fill)
         s.v_read.wait(phase ^ 1)
         self.of_keys(self.v, s.sV, s.v_loaded)
         s.k_read.wait(phase ^ 1)
         self.of_keys(self.k, s.sK, s.k_loaded)
+        self.await_preprocess()
+        if total > 0:
+            self.stats_of(first, fill)
+            fill.advance()
         for i in cutlass.range(first + 1, total, unroll=1):
             self.queries(i, fill)
             fill.advance()
         return fill
 
+    def await_preprocess(self) -> None:
+        """Wait for LSE and delta, if the warp has not waited before."""
+        if self.config.keys_first:
+            await_kernel_before()
+
     @cute.jit
     def queries(self, number: Int32, state: PipelineState) -> None:
         """Load block `number`, counted over all heads of the CTA, once its slots are empty."""
-        c, s = self.config, self.shared
+        self.q_of(number, state)
+        self.stats_of(number, state)
+        self.do_of(number, state)
+
+    @cute.jit
+    def q_of(self, number: Int32, state: PipelineState) -> None:
+        s, (of, m_block) = self.shared, self.place(number)
+        full = s.q.acquire(state)
+        tile_loads(self.q, s.sQ, of).load(m_block, state.slot, full)
+
+    @cute.jit
+    def do_of(self, number: Int32, state: PipelineState) -> None:
+        s, (of, m_block) = self.shared, self.place(number)
+        full = s.do.acquire(state)
+        tile_loads(self.do, s.sdO, of).load(m_block, state.slot, full)
+
+    @cute.jit
+    def stats_of(self, number: Int32, state: PipelineState) -> None:
+        """Load LSE and delta of a block, behind the barrier of its Q."""
+        s, (of, m_block) = self.shared, self.place(number)
+        tile = s.tiles.tile(self.config, *of) + m_block
+        bulk_load(self.stats[tile, None], s.stats[None, state.slot], s.q.full[state.slot])
+
+    @cute.jit
+    def place(self, number: Int32) -> tuple[tuple[Int32, Int32, SeqlenInfo], Int32]:
+        """The query head, batch entry and sequence of block `number`, and its number in these."""
+        s = self.shared
         blocks = s.m_blocks()
         count = blocks.end - blocks.first
         turn = number // count
@@ -296,13 +258,7 @@ class Load:
             m_block = s.tile.rotation.block(s.tile.n_block, number - turn * count)
         elif cutlass.const_expr(s.flips):
             m_block = select(s.tile.flipped, blocks.first + blocks.end - 1 - m_block, m_block)
-        of = (s.first_head() + turn, s.tile.batch, s.tile.seq_q)
-        tile = s.tiles.tile(c, *of) + m_block
-        full = s.q.acquire(state)
-        tile_loads(self.q, s.sQ, of).load(m_block, state.slot, full)
-        bulk_load(self.stats[tile, None], s.stats[None, state.slot], full)
-        full = s.do.acquire(state)
-        tile_loads(self.do, s.sdO, of).load(m_block, state.slot, full)
+        return (s.first_head() + turn, s.tile.batch, s.tile.seq_q), m_block
 
 
 @dataclass(frozen=True)
@@ -327,6 +283,7 @@ class Supply:
             # NOTE: only when the last load is issued: a CTA that is late gets fewer tiles
             ticket = dispatch.announce(ticket, announcing)
             announcing.advance()
+        self.load.await_preprocess()  # also where no tile has keys: convert waits for main alone
 
     @cute.jit
     def supply(
