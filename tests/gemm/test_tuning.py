@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -111,6 +112,21 @@ def test_what_a_call_takes_untuned_is_timed_too(gpu, monkeypatch):
 
     assert tuner.choose_by_time(arranged, "sm_90a", 600.0, timer) == shipped
     assert seen == [["0", "1"]]
+
+
+def test_few_of_those_that_are_compared_have_the_same_tile():
+    """The model's first 16 for this gradient have four tiles; what was fastest, 64x128 in a loop,
+    was none of them (docs/facts/gemm.md#tuned-tiles)."""
+    layouts = OperandLayout(major="column"), OperandLayout(), OperandLayout()
+    calls = call_class((640, 1664, 9178, 1), layouts, (), "sm_90a")
+    untuned = next(candidates(calls))
+    compared = tuner.worth_timing(calls, untuned)
+    tiles = Counter(tuner.tile_and_variant(c)[0] for c in compared)
+    assert compared[0] == untuned and len(set(compared)) == len(compared) == tuner.CANDIDATES
+    assert len(tiles) >= 8 and max(tiles.values()) <= tuner.OF_A_TILE + 2
+    assert any(
+        (c.tiles.tile_m, c.tiles.tile_n, c.tiles.by_gpc) == (64, 128, True) for c in compared
+    )
 
 
 def test_a_choice_that_cannot_be_read_is_none(gpu, monkeypatch):

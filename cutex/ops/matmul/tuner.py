@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from cutex.arch import arch
 from cutex.bench import timing
 from cutex.errors import NoCache
+from cutex.kernels.gemm.sm90.config import Sm90Config
 from cutex.ops import building
 from cutex.ops.device import forget_plans, launcher
 from cutex.ops.matmul import choices
@@ -41,12 +43,15 @@ from cutex.ops.matmul.plan import (
 from cutex.ops.number import number
 
 if TYPE_CHECKING:
+    from cutex.kernels.gemm.config import GemmConfig
     from cutex.kernels.gemm.signature import GeneralConfig
     from cutex.ops.matmul.arrange import Arranged
     from cutex.ops.matmul.choices import CallClass
 
 SECONDS = 3.0  # the limit of one call's tuning
 CANDIDATES = 16
+OF_A_TILE = 2  # configs that differ in all but the tile, before others of other tiles are taken
+LOOKED_THROUGH = 96  # of the ranking, for other tiles
 HOPES = 1 / 4  # share of them that may be configs unlike what was measured
 COPIES = 64  # of a call's operands, at most
 COMPILING = 0.6  # the share of the time after which the wait for compilations ends
@@ -159,13 +164,40 @@ def _timed(arranged: Arranged, arch_name: str, seconds: float, timer: Timer) -> 
 
 def worth_timing(calls: CallClass, untuned: GeneralConfig) -> list[GeneralConfig]:
     """The configs that tuning compares: the untuned choice, the same not placed by GPC, the top of
-    the model's ranking, and those that may be faster where the model is unsure."""
-    ranking = list(islice(candidates(calls), CANDIDATES))
-    hopes = islice(candidates(calls, hopeful=True), CANDIDATES)
+    the model's ranking, and those that may be faster where the model is unsure; few of each tile,
+    since what the model does not know of one slows all its variants
+    (docs/facts/gemm.md#tuned-tiles)."""
+    ranking = of_many_tiles(islice(candidates(calls), LOOKED_THROUGH))[:CANDIDATES]
+    hopes = of_many_tiles(islice(candidates(calls, hopeful=True), LOOKED_THROUGH))[:CANDIDATES]
     unlike = int(CANDIDATES * HOPES)
     first = [untuned, *unplaced(untuned, calls), *ranking[: CANDIDATES - unlike]]
     more = [c for c in hopes if c not in first][:unlike]
     return list(dict.fromkeys((*first, *more, *ranking)))[:CANDIDATES]
+
+
+def of_many_tiles(ranking: Iterable[GeneralConfig]) -> list[GeneralConfig]:
+    """`ranking` with what is alike behind: first OF_A_TILE of each tile, boxes not told apart."""
+    of_tile: Counter[tuple[Any, ...]] = Counter()
+    first: list[GeneralConfig] = []
+    rest: list[GeneralConfig] = []
+    met: set[GemmConfig] = set()
+    for config in ranking:
+        tile, variant = tile_and_variant(config)
+        unlike = variant not in met and of_tile[tile] < OF_A_TILE
+        (first if unlike else rest).append(config)
+        of_tile[tile] += unlike
+        met.add(variant)
+    return first + rest
+
+
+def tile_and_variant(config: GeneralConfig) -> tuple[tuple[Any, ...], GemmConfig]:
+    """The rows and columns of C in a tile of `config`, with the CTAs that its K is divided among;
+    and its tiles without what does not change how they are computed."""
+    c = config.tiles
+    if not isinstance(c, Sm90Config):
+        return (c.tile_m, c.tile_n), c
+    sides = (c.tile_n, c.tile_m) if c.swap_ab else (c.tile_m, c.tile_n)
+    return (*sides, c.split_k, c.k_shares > 1, c.stream_k), replace(c, box_rows=0)
 
 
 def compete(
