@@ -23,7 +23,6 @@ from cutex.device.atoms.scalar import log2
 from cutex.device.attention.softmax import LN2, Softmax, row_max
 
 NO_KEY = -3e38  # the shift of a row without a key so far: any score exceeds it beyond fp32's range
-LARGE = 2.0**13  # the largest shift, in powers of two, whose rounding does not count
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class GuardedSoftmax(Softmax):
     headroom: Float32 | float = 0.0  # powers of two by which that exceeds the largest score
 
     valid_sum: ClassVar[float] = 2.0**26
+    large: ClassVar[float] = 2.0**13  # the largest shift whose rounding does not count
 
     @classmethod
     def of(
@@ -103,7 +103,7 @@ class GuardedSoftmax(Softmax):
     def _is_large(self, r: int) -> Boolean:
         """Whether row r's reference is too large for a rounded shift."""
         shift = self.reference_log2(r)
-        return (cute.arch.fmax(shift, -shift) > LARGE) & (shift != NO_KEY)
+        return (cute.arch.fmax(shift, -shift) > self.large) & (shift != NO_KEY)
 
     @cute.jit
     def _lower(self, scores: cute.Tensor) -> None:

@@ -323,10 +323,11 @@ class WatchedSoftmax(TameSoftmax):
             leads = Boolean(eager) & (power > 0.0) & (exp2(power) > self.top[r])
             whole = nearest_whole(power)
             exact = leads | (power >= 2.0**20)
-            factors[r] = exp2(-(power if exact else whole))
+            raised = goal if exact else shift[r] + whole
+            factors[r] = exp2(shift[r] - raised)
             self._scale(r, factors[r])
             self.top[r] = Float32(1.0) if leads else self.top[r]
-            shift[r] = goal if exact else shift[r] + whole
+            shift[r] = raised
             reference[r] = shift[r] / self.scale_log2
 
     @cute.jit
@@ -438,10 +439,16 @@ class WatchedSoftmax(TameSoftmax):
             for r in cutlass.range_constexpr(self.rows):
                 reference = highest[r] if raised[r] else self.reference[r]
                 # NOTE: -inf less -inf; a row without keys keeps its sum of 0
-                shift = self.reference[r] - self._finite(reference)
-                factors[r] = exp2(shift * self.scale_log2)
+                power = (self.reference[r] - self._finite(reference)) * self.scale_log2
+                if cutlass.const_expr(self.shift is not None):
+                    before = self.shift[r]
+                    self.set_reference(r, reference)
+                    self.shift[r] = self.shift[r] if raised[r] else before
+                    power = power if self._is_large(r) else before - self.shift[r]
+                else:
+                    self.set_reference(r, reference)
+                factors[r] = exp2(power)
                 self._scale(r, factors[r])
-                self.set_reference(r, reference)
         return rescale
 
 

@@ -21,7 +21,7 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, cute
 
 from cutex.device.atoms.scalar import exp2, fma, log2, power_below, reciprocal
-from cutex.device.attention.guarded_softmax import LARGE, GuardedSoftmax
+from cutex.device.attention.guarded_softmax import GuardedSoftmax
 from cutex.device.attention.row_stats import LN2_REST
 from cutex.device.attention.softmax import LN2
 
@@ -50,6 +50,8 @@ class WatchedState(GuardedSoftmax):
     begins: int = 0  # exponentials of a thread's part of a row that `guard` begins with
 
     rounded: ClassVar[type[cutlass.Numeric]] = BFloat16  # probabilities
+    # NOTE: sums and O are scaled by what shifts, as they are rounded, differ by
+    large: ClassVar[float] = 2.0**15
     most: ClassVar[float] = 2.0**124  # the largest valid sum
     alone: ClassVar[float] = 2.0**-13  # share of others in a row whose error is that of one key
 
@@ -104,7 +106,7 @@ class WatchedState(GuardedSoftmax):
                 unusual = unusual | (self.part[r] > OUTWEIGHS * totals[r])
             unusual = unusual | ~(totals[r] <= self.most)  # NOTE: so is NaN
             if cutlass.const_expr(self.shift is not None):
-                unusual = unusual | (cute.arch.fmax(self.shift[r], -self.shift[r]) > LARGE)
+                unusual = unusual | (cute.arch.fmax(self.shift[r], -self.shift[r]) > self.large)
         return cute.arch.vote_any_sync(unusual)
 
     @cute.jit
