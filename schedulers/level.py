@@ -52,6 +52,12 @@ class Widths:
         coarse, fine = (clusters(even, x) * x for x in (self.coarse, self.step))
         return select(even > self.most // 2, fine, coarse)
 
+    def wide(self, rows: Any, few: Any) -> Any:
+        """How many of `few` tiles of a group must be as wide as `shared` says, where the others may
+        be a step narrower; 0: all."""
+        even = cutlass.max(clusters(rows, few), 1)
+        return select(even > self.most // 2, clusters(rows, self.step) % few, 0)
+
     def tiles(self, rows: Any) -> Any:
         """The tiles of a group of `rows` rows: as few as the widest would take."""
         return clusters(rows, self.most)

@@ -6,8 +6,11 @@ tiles than they need, narrower ones. Both cost nothing but time before the first
 rounds tell: of 16 tiles of columns and 8 groups of some 650 rows the last of 66 clusters ends 5 %
 earlier (docs/facts/grouped.md#grouped-packed).
 
+A group's tiles are of two widths, a step apart, so that together they are as wide as its rows: its
+first tiles are the wider ones.
+
     order    of each place in the tables: the group that has it,      filled in with the tables of
-             and the width of its tiles                               groups (ragged.py)
+             the width of its first tile, and how many are as wide    groups (ragged.py)
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.device.work_tile import WorkTile
-from cutex.schedulers.level import LevelOrder, LevelTiles
+from cutex.schedulers.level import LevelOrder, LevelTiles, Widths
 from cutex.schedulers.order import TileCounts, select
 from cutex.schedulers.ragged import WARP, Only, RowGroups, group_edges, inclusive_scan
 from cutex.schedulers.raster import RasterOrder, clusters
 
-GROUPS = 1024  # at most; a word of `order` has a group below them, and a width above
+# a word of `order` is a group, a width times GROUPS, and a number of tiles times both
+GROUPS, WIDTHS, MOST_WIDE = 1024, 256, 2**13
 SORTED = 4  # lanes' groups, up to which groups are sorted
 MORE = 8  # tiles fewer than which there are more than needed
 COST = 6  # rows' worth of time of a tile, beside its products
@@ -63,21 +67,45 @@ class Packing:
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """Which group has which place, and the widths of tiles, in smem, or in a list."""
+    """Which group has which place, and the widths of its tiles, in smem, or in a list.
+
+    Plain operators only, but for `allocate`: Python ints run it, and the same code traces in the
+    DSL.
+    """
 
     order: Any  # (most) Int32
+    widths: Widths
 
     @staticmethod
-    def allocate(smem: SmemAllocator, most: int) -> LevelPlan:
-        return LevelPlan(smem.allocate_tensor(Int32, cute.make_layout(most), byte_alignment=16))
+    def allocate(smem: SmemAllocator, most: int, widths: Widths) -> LevelPlan:
+        order = smem.allocate_tensor(Int32, cute.make_layout(most), byte_alignment=16)
+        return LevelPlan(order, widths)
+
+    def word(self, group: Any, rows: Any, number: Any) -> Any:
+        """The word of a group whose rows are divided into so many tiles, at least one."""
+        wide = select(number < MOST_WIDE, self.widths.wide(rows, number), 0)
+        return (wide * WIDTHS + self.widths.shared(rows, number)) * GROUPS + group
 
     def group(self, place: Any) -> Any:
         """The group that has a place."""
         return self.order[place] % GROUPS
 
-    def width(self, place: Any) -> Any:
-        """The width of the tiles of the group that has a place."""
-        return self.order[place] // GROUPS
+    def width(self, place: Any, tile: Any) -> Any:
+        """The width of a tile, by its number within the group that has a place."""
+        widest, wide = self._widths(place)
+        narrow = (wide > 0) & (tile >= wide)
+        return widest - select(narrow, self.widths.step, 0)
+
+    def first(self, place: Any, tile: Any) -> Any:
+        """The rows of the group before that tile."""
+        widest, wide = self._widths(place)
+        narrow = select(wide > 0, cutlass.max(tile - wide, 0), 0)
+        return tile * widest - narrow * self.widths.step
+
+    def _widths(self, place: Any) -> tuple[Any, Any]:
+        """The width of a group's first tile, and how many are as wide; 0: all."""
+        above = self.order[place] // GROUPS
+        return above % WIDTHS, above // WIDTHS
 
 
 @dataclass(frozen=True)
@@ -139,10 +167,10 @@ class PackedTiles(LevelTiles):
             self.divide(begin, end, tiles, Packing(known, needed, across, at_once))
             self.sort(begin, end, tiles, place)
         for i in cutlass.range_constexpr(each):
-            width = self.widths.shared(end[i] - begin[i], cutlass.max(tiles[i], 1))
             groups.begins[place[i]], groups.ends[place[i]] = begin[i], end[i]
             groups.starts[place[i]] = tiles[i] * across
-            self.plan.order[place[i]] = width * GROUPS + i * WARP + lane
+            word = self.plan.word(i * WARP + lane, end[i] - begin[i], cutlass.max(tiles[i], 1))
+            self.plan.order[place[i]] = word
         cute.arch.sync_warp()
         total = Int32(0)
         for i in cutlass.range_constexpr(each):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ TILES = Sm90Config(
     tile_m=128, tile_n=96, num_stages=3, warpgroups=2, pingpong=True, cluster_m=2, swap_ab=True,
     epi_n=32, epi_stages=2, num_ctas=4,
 )  # fmt: skip
+TOGETHER = replace(TILES, tile_m=256, pingpong=False)
 
 
 def config(
@@ -73,6 +76,7 @@ def run(
     major: str,
     dtype: torch.dtype = bf16,
     halves: bool = False,
+    tiles: Sm90Config = TILES,
     **orders: Any,
 ) -> str:
     """Simulate one random problem; return what is wrong."""
@@ -87,7 +91,9 @@ def run(
     out = torch.full((len(x), n // 2 if gated else n), math.nan, dtype=dtype)
     offs = torch.tensor(rows).cumsum(0).int()
     name = {bf16: "bf16", torch.float16: "fp16"}[dtype]
-    compiled = compile(GroupedLevel(config(gated, major, name, halves=halves)), name, "sm_90a")
+    compiled = compile(
+        GroupedLevel(config(gated, major, name, tiles, halves=halves)), name, "sm_90a"
+    )
     passed = torch.cat([w[..., 0::2].mT, w[..., 1::2].mT], 1).mT if halves else w
     found = cutex.simulate(compiled, x, passed, out, offs, **orders).findings
     return str(found) if found else wrong(out, x, w, rows, gated)
@@ -105,6 +111,15 @@ def test_randomized_problems_are_right(gated: bool, major: str, seed: int) -> No
     dtype = torch.float16 if seed % 4 == 1 else bf16
     order = ORDERS[seed % len(ORDERS)]
     assert run(seed, gated, major, dtype, order=order, seed=seed) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("gated", "major"), [(True, "column"), (False, "column"), (False, "row")])
+def test_both_warpgroups_compute_a_tile(gated: bool, major: str, seed: int) -> None:
+    how: Any = {"order": ORDERS[seed % len(ORDERS)], "seed": seed}
+    dtype = torch.float16 if seed % 4 == 1 else bf16
+    assert run(300 + seed, gated, major, dtype, tiles=TOGETHER, **how) == ""
 
 
 @pytest.mark.slow
@@ -222,12 +237,12 @@ def test_what_is_chosen_fits_and_other_products_keep_their_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hopper = arch_named("sm_90a")
-    for columns in (16, 2880, 4096):
+    for matrix in itertools.product((4096, 14336), (16, 2880, 4096)):
         for gated in (False, True):
             for most in (32, 1024):
-                tiles = choose.level_tiles(columns, gated, most)
+                tiles = choose.level_tiles(matrix, gated, most)
                 chosen = config(gated, "column", tiles=tiles)
-                assert chosen.why_not(hopper) is None
+                assert chosen.why_not(hopper) is None and tiles.num_stages >= 3
     x, w = torch.zeros(1, 64, dtype=bf16), torch.zeros(4, 96, 64, dtype=bf16).mT
     with ops.simulated("sm_90a"):
         assert launch.levels(x, 1024, w, None) and launch.levels(x, 1024, w, "gated_silu")

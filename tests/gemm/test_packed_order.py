@@ -86,6 +86,30 @@ def test_tiles_hold_each_row_once_the_widest_first(rows: tuple[int, ...]) -> Non
         check(packed, rows, columns, count)
 
 
+def check_plan(module: ModuleType) -> None:
+    """Raise AssertionError unless a group's tiles are as wide as its rows, to a step."""
+    r = random.Random(0)
+    for _ in range(300):
+        rows, more = r.choice((r.randrange(1, 300), r.randrange(1, 9000))), r.randrange(4)
+        group, number = r.randrange(1024), clusters(rows, 192) + more
+        plan = module.LevelPlan([0] * 3, WIDTHS)
+        plan.order[1] = plan.word(group, rows, number)
+        tiles = [(plan.first(1, n), plan.width(1, n)) for n in range(number + 1)]
+        assert plan.group(1) == group and plan.group(0) == 0
+        assert all(a + w == b for (a, w), (b, _) in itertools.pairwise(tiles))
+        ends, widths = tiles[-1][0], {w for _, w in tiles[:-1]}
+        assert ends >= rows and widths <= set(WIDTHS.all)
+        assert min(widths) <= 96 or ends - rows < 8
+
+
+def test_a_groups_tiles_are_as_wide_as_its_rows() -> None:
+    check_plan(packed)
+    plan = packed.LevelPlan([0], WIDTHS)
+    plan.order[0] = plan.word(7, 2**31 - 1, number := clusters(2**31 - 1, 192))
+    assert plan.order[0] < 2**31 and plan.group(0) == 7
+    assert plan.first(0, 5) == 5 * 192 and plan.width(0, number - 1) == 192
+
+
 def test_the_last_round_is_full() -> None:
     """Of 32 tiles of rows by 16 of columns on 66 clusters; one tile more makes 8 whole rounds."""
     held = Held.of(packed, MIXTRAL, 4096, 66)
@@ -102,6 +126,12 @@ def test_a_routers_groups_end_earlier() -> None:
     assert sum(ratios) / len(ratios) > 1.03 and min(ratios) > 0.97
 
 
+PLANS = {
+    "one too few wide": ("tile >= wide", "tile >= wide - 1"),
+    "none narrower": ("self.widths.wide(rows, number), 0)", "0, 0)"),
+    "first rows of wide tiles": ("narrow * self.widths.step", "0"),
+    "a width of another": ("(wide * WIDTHS +", "(wide * 128 +"),
+}
 MUTANTS = {
     "the narrowest first": ("key=lambda g: (-width(g), g)", "key=lambda g: (width(g), g)"),
     "a tile for the narrowest": ("max(range(most), key", "min(range(most), key"),
@@ -113,14 +143,25 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_fault_of_the_packing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, wrong = MUTANTS[name]
+def mutant_of(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     source = Path(packed.__file__).read_text()
     assert source.count(right) == 1
     mutant = ModuleType("mutant_packed")
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)
     exec(compile(source.replace(right, wrong), packed.__file__, "exec"), mutant.__dict__)
+    return mutant
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_fault_of_the_plan_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = mutant_of(*PLANS[name], monkeypatch)
+    with pytest.raises(AssertionError):
+        check_plan(mutant)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_of_the_packing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = mutant_of(*MUTANTS[name], monkeypatch)
     with pytest.raises((AssertionError, IndexError, KeyError, ZeroDivisionError)):
         for rows in ROWS:
             check(mutant, rows, 4096, 66)

@@ -128,7 +128,7 @@ def level_call(options: tuple[Any, ...], passed: list[Tensor]) -> tuple[Any, str
     w, b, _ = operand(w, -2, False)
     ops, others = fused(*taken(given, without), activation=activation)
     most = choose.most_groups(edges.shape[0])
-    tiles = choose.level_tiles(w.shape[2], bool(ops), most)
+    tiles = choose.level_tiles((w.shape[1], w.shape[2]), bool(ops), most)
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     return LevelConfig(product, most), arch_for(x), [x, w, out, ends(edges), *others]
 

@@ -34,7 +34,7 @@ def _call(_: Any, passed: list[Tensor]) -> tuple[Any, str, list[Tensor]]:
     x, a, _ = operand(x, -1, True)
     w, b, _ = operand(w, -2, False)
     most = choose.most_groups(edges.shape[0])
-    tiles = choose.level_tiles(w.shape[2], True, most)
+    tiles = choose.level_tiles((w.shape[1], w.shape[2]), True, most)
     ops: Any = (KeptGate(name_of(h)),)  # an operation that only this kernel has
     product = GeneralConfig(tiles, a, b, OperandLayout(name_of(out)), ops)
     config = LevelConfig(product, most)

@@ -46,6 +46,7 @@ FEW_ROUNDS = 12  # of tiles of 128x256, below which lower tiles waste less than 
 # of a router's group in a tile, at most; in the mean, from which on groups are divided into equal
 # tiles; and tiles of columns from which on one too many is less than what sharing rows saves
 LEVEL_ROWS, FEW_LEVEL, MANY_LEVEL = 192, 96, 20
+LONG_LEVEL = 7168  # K from which on two warpgroups work on one of these tiles
 EVEN_ROWS = 64  # that even groups are taken for multiples of
 # products of numbers from which on the launch of a second kernel, which ends at once, is little
 # beside them (docs/facts/grouped.md#grouped-both)
@@ -184,11 +185,30 @@ def full_tiles(
     return _filled(_in_turn(WIDE_TILE, cluster_m=2), fused, most)
 
 
-def level_tiles(columns: int, fused: bool, most: int = WARP) -> Sm90Config:
-    """Hopper's tiles for equally divided rows and matrices with this many columns."""
-    sharers = 2 if ceil_div(columns, 128) >= MANY_LEVEL else _sharers(columns, 128)
+def level_tiles(matrix: tuple[int, int], fused: bool, most: int = WARP) -> Sm90Config:
+    """Hopper's tiles for equally divided rows and matrices of (K, N) elements.
+
+    With a long K two warpgroups work on one tile, of 256 columns: half as many bytes of rows go to
+    an SM, and the power limit leaves more to products; with a short one stores are too long a pause
+    (docs/facts/grouped.md#grouped-level-together).
+    """
+    k, columns = matrix
+    tile_m = 256 if k >= LONG_LEVEL else 128
+    sharers = 2 if ceil_div(columns, tile_m) >= MANY_LEVEL else _sharers(columns, tile_m)
     tiles = replace(_in_turn(LEVEL_ROWS), swap_ab=True, cluster_m=sharers)
-    return _filled(tiles, fused, most, WITH_PLAN)
+    if k < LONG_LEVEL:
+        return _filled(tiles, fused, most, WITH_PLAN)
+    return _with_slots(replace(tiles, tile_m=256, pingpong=False), fused, most)
+
+
+def _with_slots(tiles: Sm90Config, fused: bool, most: int) -> Sm90Config:
+    """`tiles` with as many slots for parts of C as leave three for operands."""
+    tiles = _filled(tiles, fused, most, WITH_PLAN)
+    for slots in (3, 2):
+        with_slots = replace(tiles, epi_stages=slots)
+        if _stages(with_slots, most, WITH_PLAN) >= 3:
+            return replace(with_slots, num_stages=3)
+    return tiles
 
 
 def gathering_pays(mean_rows: int, n: int) -> bool:

@@ -110,8 +110,11 @@ class LevelConfig(GroupedConfig):
     def why_not(self, arch: Arch) -> str | None:
         """The reason why this config does not fit `arch`, or None."""
         p, tiles = self.product, self.product.tiles
-        if not isinstance(tiles, Sm90Config) or not tiles.swap_ab or not tiles.pingpong:
-            return f"tiles={tiles}: tiles of equal widths have swapped operands, in turn, on Hopper"
+        if not isinstance(tiles, Sm90Config) or not tiles.swap_ab or tiles.warpgroups != 2:
+            return (
+                f"tiles={tiles}: tiles of equal widths have swapped operands, and two warpgroups, "
+                "on Hopper"
+            )
         if reason := replace(p, ops=()).why_not(None, arch):
             return reason
         if p.a.batched or not p.b.batched or p.out.batched or p.a.major != "row" or not self.stores:
@@ -128,6 +131,9 @@ class LevelConfig(GroupedConfig):
             return f"tiles={tiles}: loops over whole tiles, which share rows alone"
         if self.coarse % self.step or tiles.tile_n % self.step:
             return f"step={self.step}, coarse={self.coarse}: multiples, of which tile_n is one"
+        wide = {w for w in self.widths.all if w > tiles.tile_n // 2}
+        if not {w - self.step for w in wide} <= {0, *self.widths.all}:
+            return f"step={self.step}, coarse={self.coarse}: a group's tiles have two widths"
         return why_not_tables(p, self.most_groups, arch, WITH_PLAN)
 
 

@@ -35,7 +35,7 @@ from cutex.device.epilogue.sm90.paired_store import paired_slots, paired_store
 from cutex.device.work_tile import WorkTile
 from cutex.kernels.gemm.grouped.config import LevelConfig
 from cutex.kernels.gemm.grouped.sm90.kernel import GroupedKernel
-from cutex.kernels.gemm.grouped.sm90.level_mma import LevelProducts, PingPong
+from cutex.kernels.gemm.grouped.sm90.level_mma import Cooperative, LevelProducts, PingPong
 from cutex.kernels.gemm.grouped.sm90.memory import GroupMemory
 from cutex.kernels.gemm.grouped.views import (
     GroupOps,
@@ -64,15 +64,14 @@ class LevelGroups:
         return self.plan.group(tile.group)
 
     def width(self, tile: WorkTile) -> Any:
-        return self.plan.width(tile.group)
+        return self.plan.width(tile.group, tile.n)
 
     def rows(self, tile: WorkTile) -> tuple[Any, Any]:
         """The first row of a tile, and the row after its last; both are the same where a group has
         tiles that it does not need."""
         begin, end = self.groups.begins[tile.group], self.groups.ends[tile.group]
-        width = self.width(tile)
-        first = cutlass.min(begin + tile.n * width, end)
-        return first, cutlass.min(first + width, end)
+        first = cutlass.min(begin + self.plan.first(tile.group, tile.n), end)
+        return first, cutlass.min(first + self.width(tile), end)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ class LevelStore:
 
 
 class GroupedLevel(GroupedKernel):
-    """A CTA computes tiles of groups: a load warp, and two warpgroups that alternate running wgmma.
+    """A CTA computes tiles of groups: a load warp, and two warpgroups that run wgmma, alternately
+    or each for its half of a tile.
 
     Barriers, registers and smem are those of GroupedKernel (kernel.py), with the rows of A as B's
     and the reverse.
@@ -172,15 +172,16 @@ class GroupedLevel(GroupedKernel):
         sA, sB = (allocate_slots(smem, x.atom.value_type, x.smem_layout) for x in (a, b))
         sC = allocate_slots(smem, a.atom.value_type, out.smem_layout)
         groups = RowGroups.allocate(smem, self.config.most_groups)
-        plan = LevelPlan.allocate(smem, self.config.most_groups)
-        ab = SharedRing.of_cluster(smem, "ab", c.num_stages, c.stage_bytes, 4, self.general.cluster)
+        plan = LevelPlan.allocate(smem, self.config.most_groups, self.widths)
+        ring = c.num_stages, c.stage_bytes, 4 * c.row_warpgroups
+        ab = SharedRing.of_cluster(smem, "ab", *ring, self.general.cluster)
         level = LevelGroups(groups, plan)
         k_major = self.general.config.k_major
         operands: Any = LevelOperands(a, b, sA, sB, k_major, level=level)
         shape = (c.tile_m, c.tile_n), (c.cluster_m, c.cluster_n)
         raster = Raster(c.raster_group, c.raster_along)
         scheduler: Any = PackedTiles(raster, *shape, groups, self.widths, plan)
-        role = PingPong(product, c, scheduler, level=level)
+        role = (PingPong if c.pingpong else Cooperative)(product, c, scheduler, level=level)
         store = LevelStore(out, sC, c.epi_stages, level, GroupOps(product.ops, passed, columns))
         mProduct = cute.make_identity_tensor((columns, cute.size(b.tma_tensor, mode=[0])))
         self.run(GroupMemory(sA, sB, sC, groups, ab), operands, role, store, edges, mProduct)
