@@ -193,6 +193,10 @@ VALUES = {
         f"{LACKS} {READ} add.u32 %r1, %r1, 1; st.shared.u32 [mine+512], %r1; {FENCE} bar.sync 0;"
         f"{STORE.replace('[at]', '[at+512]')} @%p0 cp.async.bulk.wait_group 0;",
         "stores in bulk shared memory 0x6a0, a value that comes from shared memory 0x4a0"),
+    "a counter in local memory": (
+        f".local .align 16 .b8 loc[64]; {LACKS} {READ} st.local.v2.u32 [loc+8], {{%r1, 5}};"
+        "ld.local.u32 %r2, [loc+8]; add.u32 %r2, %r2, 1; st.local.u32 [loc+16], %r2;"
+        f"ld.local.u32 %r1, [loc+16]; {OUT}", "comes from shared memory 0x4a0"),
     "a bulk load that is short": (
         f"{init(1)} mad.lo.u32 %r3, %i, 4, bar; "
         "@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [bar], BYTES;"

@@ -4,11 +4,11 @@ An ordinary load of such memory is no fault: kernels load whole vectors and drop
 the end, and compilers leave registers undefined. A fault is what depends on the value: an address,
 or what a store puts into global memory. So the values are followed through the registers, lane by
 lane, from the first such load on, from lane to lane by `shfl`, `redux`, `ldmatrix` and `mma.sync`,
-and through shared memory; a kernel that has none pays for a look at the words with each load. What
-may choose between values ends the way, except where the choice is known, as that of `selp` or of
-`max`: what is reported is sure, but it is not all. A branch is reported as an advisory, as both
-ways may lead to the same. In global memory these are a script's empty tensors; a copy of them there
-may be of rows that nobody reads, and is no fault.
+and through shared and local memory; a kernel that has none pays for a look at the words with each
+load. What may choose between values ends the way, except where the choice is known, as that of
+`selp` or of `max`: what is reported is sure, but it is not all. A branch is reported as an
+advisory, as both ways may lead to the same. In global memory these are a script's empty tensors; a
+copy of them there may be of rows that nobody reads, and is no fault.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class UnwrittenValues(Observer):
         self.tmem: dict[int, tuple[dict[int, str], Instruction]] = {}
         self.added: set[int] = set()  # the places that only this watches
         self.in_shared = UnwrittenShared(machine)
+        self.in_local: np.ndarray | None = None  # by warp, lane and word: as in `holds`
         for register, name in unassigned_of(machine.program).items():
             origin = self._origin(f"register {name}", "")
             self.holds[register] = np.full((machine.grid.num_warps, 32), origin, np.int16)
@@ -127,18 +128,38 @@ class UnwrittenValues(Observer):
         """Note what is unwritten behind a store, and keep the origins of its values."""
         held = any(register in self.holds for register in effects(ins)[1])
         self.in_shared.note(places, values, held)
-        if not held or ins.name != "st":
-            return
+        if held and ins.name == "st" and (numbers := self._stored(where, values.shape[1], ins)):
+            words = np.ascontiguousarray(values).view(np.uint32)
+            for w, of in enumerate(numbers):
+                self.in_shared.keep(places // 4 + w, words[:, w], of)
+
+    def _stored(self, where: Lanes, width: int, ins: Instruction) -> list[np.ndarray]:
+        """The origins of each word of ``width`` bytes that lanes store; none of parts of words."""
         stored = list(ins.operands)[-1]
         each = list(getattr(stored, "items", (stored,)))
-        if (per := values.shape[1] // len(each)) < 4:
-            return
-        words = np.ascontiguousarray(values).view(np.uint32)
-        for k, register in enumerate(each):
+        numbers = list[np.ndarray]()
+        for register in each if width >= 4 * len(each) else ():
+            of = np.zeros(len(where.warps), np.int16)
             if isinstance(register, Reg) and (register.bank, register.index) in self.holds:
-                numbers = self.holds[register.bank, register.index][where.warps, where.lanes]
-                for w in range(k * per // 4, (k + 1) * per // 4):
-                    self.in_shared.keep(places // 4 + w, words[:, w], numbers)
+                of = self.holds[register.bank, register.index][where.warps, where.lanes]
+            numbers += [of] * (width // len(each) // 4)
+        return numbers
+
+    def local_accessed(self, where: Lanes, at: np.ndarray, write: bool, ins: Instruction) -> None:
+        """Keep the origins of what is stored to local memory, and follow them from there."""
+        if at.shape[1] < 4 or (self.in_local is None and not (write and self.holds)):
+            return
+        if self.in_local is None:
+            self.in_local = np.zeros(
+                (*self.m.local.shape[:2], -(-self.m.local_bytes // 4)), np.int16
+            )
+        words = where.warps[:, None], where.lanes[:, None], at[:, ::4] // 4
+        if not write:
+            numbers = self.in_local[words]
+            if numbers.any():
+                self._follow_words(numbers, where.warps, where.lanes, at.shape[1], ins)
+        elif numbers := self._stored(where, at.shape[1], ins):
+            self.in_local[words] = np.stack(numbers, 1)
 
     def completing(self, op: Operation) -> None:
         """Note what copies bring, and report what bulk stores take."""

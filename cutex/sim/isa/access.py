@@ -90,6 +90,7 @@ class Access:
             if not self.m.local_written[place].all():
                 never = ~self.m.local_written[place].any(1)
                 self.m.events.local_unwritten(where.pick(never), at[never, 0], self.d.ins)
+            self.m.events.local_accessed(where, at, False, self.d.ins)
             return self.m.local[place]
         if space == "param":
             return self.m.params[self._private(where, "parameter", len(self.m.params))]
@@ -109,6 +110,7 @@ class Access:
             place = where.warps[:, None], where.lanes[:, None], at
             self.m.local[place] = values
             self.m.local_written[place] = True
+            self.m.events.local_accessed(where, at, True, self.d.ins)
         elif space == "global":
             self._put_global(where, values)
         else:

@@ -110,6 +110,9 @@ class Observer:
     def local_unwritten(self, where: Lanes, offset: np.ndarray, ins: Instruction) -> None:
         """Lanes load local memory at these offsets, (n,), that nothing has written."""
 
+    def local_accessed(self, where: Lanes, at: np.ndarray, write: bool, ins: Instruction) -> None:
+        """Lanes load or store their bytes ``at`` of local memory, (n, width)."""
+
     def copying(self, at: SharedBytes, op: Operation, ins: Instruction) -> None:
         """Lanes of one warp issue a non-bulk cp.async that writes there, as a part of ``op``."""
 
