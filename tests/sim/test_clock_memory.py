@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
+from math import hypot
 from types import SimpleNamespace
 
+import cutlass
 import numpy as np
 import pytest
 import styled_kernels
 import torch
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
 
 from cutex.sim import simulate
 from cutex.sim.host.loaded import captured
@@ -20,7 +24,9 @@ from cutex.sim.machine.events import SharedBytes
 from cutex.sim.timing import stored
 from cutex.sim.timing.call import time_call, time_launch
 from cutex.sim.timing.events import (
+    Added,
     Arrive,
+    Event,
     Fetch,
     Fetched,
     Load,
@@ -40,8 +46,8 @@ from cutex.sim.timing.replay import Replay
 from cutex.sim.timing.sampled import Sampled
 from cutex.sim.timing.timeline import Timeline
 from cutex.sim.timing.trace import Traced, trace
-from cutex.sim.timing.traffic import fetched, held_by_l2
-from cutex.sim.timing.units import Crowd, Memory
+from cutex.sim.timing.traffic import fetched, held_by_l2, slices
+from cutex.sim.timing.units import Crowd, Memory, Missed
 from cutex.sim.timing.wavefronts import l1_cycles, port_cycles
 
 HBM = gpu("h200").hbm_gbs * 1e3  # bytes a microsecond
@@ -86,6 +92,39 @@ def test_loads_that_follow_each_other_are_under_way_together_and_l1_keeps_lines(
     first, second, third = loads[:3]
     assert (first.lines, first.held, second.lines + third.lines) == (1, 0, 1)
     assert first.sectors + second.sectors + third.sectors == 5 and second.held + third.held == 3
+
+
+@cute.kernel
+def staged_kernel(mX: cute.Tensor, mY: cute.Tensor, rounds: Int32):
+    """Each round stages four rows in shared memory: a load, a store, a load, a store."""
+    sX = SmemAllocator().allocate_tensor(Float32, cute.make_layout((32, 4)))
+    thread, total = cute.arch.thread_idx()[0], Float32(0.0)
+    for k in cutlass.range(rounds, unroll=1):
+        for i in cutlass.range_constexpr(4):
+            sX[thread, i] = mX[k * 128 + i * 32 + thread]
+        total += sX[thread, k % 4]
+    mY[thread] = total
+
+
+@cute.jit
+def staged(mX: cute.Tensor, mY: cute.Tensor, rounds: Int32):
+    staged_kernel(mX, mY, rounds).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def test_a_round_waits_for_its_loads_before_the_next_begins():
+    """The machine code has all loads of a round before its stores, and no load of the next."""
+    found = captured(staged, (at_a_line(512), at_a_line(32), 4), "sm_90a")
+    (program,) = trace(*found, look=False)[-1].record.programs.values()
+    kinds = [type(e) for e in program]
+    last = [n for n, (a, b) in enumerate(pairwise(kinds)) if a is Need and b is not Need]
+    assert len(last) == 4
+    waits, loads = last[1], kinds.index(Fetch, last[1])
+    issued = max(n for n in range(waits) if kinds[n] is Fetch)
+
+    def cycles(events: list[Event]) -> float:
+        return sum(e.cycles for e in events if isinstance(e, Work))
+
+    assert cycles(program[issued:waits]) < 0.3 * cycles(program[waits:loads])
 
 
 @pytest.mark.slow
@@ -203,7 +242,8 @@ def test_loads_of_one_bank_take_turns_even_where_l1_holds_them():
     slow, fast = (
         Replay(t.record, gpu("h200"), Memory(0.0, 132)).run().end for t in (traced, alike)
     )
-    assert slow - fast == pytest.approx(32 - 32 * gpu("h200").l1_line_cycles)
+    lines = 32 * gpu("h200").l1_line_cycles
+    assert slow - fast == pytest.approx(hypot(32, lines) - hypot(1, lines))
 
 
 def test_what_clusters_fetch_is_their_mean_between_the_first_and_the_last_byte():
@@ -369,3 +409,28 @@ def test_stores_take_lines_of_l1_but_loads_that_are_issued_together_find_them():
 
     assert [found_again((0, 1, 0), lines) for lines in (4, 12)] == [2, 0]
     assert found_again((0, 0, 0), 12) == 2
+
+
+def test_ctas_that_walk_along_the_same_bytes_all_wait_for_memory():
+    """Of 16 that fetch a row in step one asks memory, and all wait; at random places few do."""
+    row = Missed(all=1 / 16, first=1 / 16, together=16.0)
+    assert row.waits(row.of(1.0), alone=0) == 1.0
+    assert row.waits(row.of(1.0), alone=3) == 1 / 16
+    record = SimpleNamespace(fetched={1: Fetched(4096.0, 4096.0, 4096.0 * 16)}, programs={})
+    record.cluster_size = 1
+    traced = SimpleNamespace(record=record, clusters=256, takes_over=False, per_sm=2)
+    (missed,) = fetched(traced, gpu("h200")).values()  # type: ignore[arg-type]
+    assert missed.together == 16.0 and missed.first == 1 / 16
+
+
+@pytest.mark.parametrize("added, lines", [
+    (Added(8.0, 0, 8, 8.0), 8.0),  # the same lines by all
+    (Added(1.0, 0, 2048, 1.0), 1 + 1056 / 8),  # as segments lie, eight CTAs to a line
+    (Added(4.0, 0, 2048, 2048.0), 2048.0),  # at random
+])  # fmt: skip
+def test_sums_of_ctas_side_by_side_meet_in_as_many_lines_as_these_have(added, lines):
+    board = gpu("h200")
+    record = SimpleNamespace(added=added, cluster_size=1)
+    traced = SimpleNamespace(record=record, clusters=16384, takes_over=False, per_sm=8)
+    found = slices(traced, board)  # type: ignore[arg-type]
+    assert found == pytest.approx(min(board.l2_slices, lines**board.sum_slices))

@@ -385,8 +385,8 @@ class UnwrittenValues(Observer):
             return reduced(ins.parts[2], self._of(b, step.sources[0], True), b.active())
         if ins.name == "prmt" and len(step.sources) == 3:
             which = self._value(b, list(ins.operands)[3])
-            values = [self._of(b, s, True) for s in step.sources[:2]]
-            return permuted(values, which, ins.parts[2:])
+            both = [self._of(b, s, True) for s in step.sources[:2]]
+            return permuted(both, which, ins.parts[2:])
         if ins.op in ("and.pred", "or.pred") and all(isinstance(o, Reg) for o in ins.operands):
             return self._decided(b, ins, step)
         if ins.name not in _DEPENDS | _MERGES or not step.sources:
@@ -412,10 +412,11 @@ class UnwrittenValues(Observer):
 
     def _decides(self, b: Batch, operand: object, ins: Instruction) -> np.ndarray:
         """Where the value of an operand may decide alone, (n, 32)."""
+        value: np.ndarray | None = None
         if isinstance(operand, Reg):
             value = b.lanes(self.m.register(operand)[b.sel])
-        else:
-            value = np.full((b.n, 32), operand.value) if isinstance(operand, Imm) else None
+        elif isinstance(operand, Imm):
+            value = np.full((b.n, 32), operand.value)
         return deciding(ins.name, ins.parts[-1], value, (b.n, 32))
 
     def _decided(self, b: Batch, ins: Instruction, step: Step) -> np.ndarray:

@@ -222,11 +222,12 @@ class Fetched(NamedTuple):
 
 class Added(NamedTuple):
     """The lines of global memory that a cluster adds to: how many, the first, and behind the last,
-    of it or of all clusters that are known."""
+    of it or of all clusters that are known; ``span``: from its own first to behind its last."""
 
     lines: float = 0.0
     first: int = 0
     end: int = 0
+    span: float = 0.0
 
 
 @dataclass

@@ -146,6 +146,11 @@ class Fetches:
         self.loads: dict[int, dict[Any, int]] = defaultdict(dict)  # of a warp, by register
         both = [touched(ins) for ins in code]
         self.written, self.read = [w for w, _ in both], [r for _, r in both]
+        # by basic block: its loads, by their place in the program, and their addresses
+        self.of_block: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for pc, ins in enumerate(code):
+            if into_registers(ins) and (place := self.places[pc]) is not None:
+                self.of_block[place.block] += [(pc, at) for at in place.turns]
         held: set[Any] = set()
         moves = [pc for pc, ins in enumerate(code) if ins.name == "mov"]
         for pc, ins in enumerate(code):
@@ -177,6 +182,24 @@ class Fetches:
                 if number > self.needed[warp]:
                     self.needed[warp] = number
                     self._use(warp, number, self.places[pc])
+                    self._settle(warp, pc)
+
+    def _settle(self, warp: int, pc: int) -> None:
+        """Record the waits at uses before which no load is left that stands behind ``pc``."""
+        if not (uses := self.pending.get(warp)):
+            return
+        ready = [u for u in uses if u.block != AHEAD and not self._loads_left(u, pc)]
+        if ready and len(ready) == len(uses):
+            del self.pending[warp]
+            self.add(warp, Need(max(u.number for u in ready)))
+
+    def _loads_left(self, use: _Use, pc: int) -> bool:
+        """Whether the block of a use has a load that comes before it and stands behind ``pc``, or
+        several turns of a loop.
+        """
+        loads = self.of_block[use.block]
+        several = len({place for place, _ in loads}) < len(loads)
+        return several or any(place > pc and at < use.at for place, at in loads)
 
     def _use(self, warp: int, number: int, here: Place | None) -> None:
         """Record the first use of a load: at once, or behind the loads that come before it."""
@@ -256,6 +279,7 @@ class Fetches:
                 if targets is not None:
                     event = event._replace(apart=spread(at // SECTOR, targets[row][lanes]))
                 self.add(warp, event)
+                self._settle(warp, pc)
                 self.lone.update(
                     dict.fromkeys(self.now_alone, (warp, len(self.programs[warp]) - 1))
                 )

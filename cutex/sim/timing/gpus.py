@@ -107,8 +107,9 @@ class Gpu:
     l2_again: float = 57e6  # bytes since then after which L2 loses of what a CTA loads again
     l2_lost: float = 87e6  # and after which it has lost all
     l2_stored: float = 1.0  # how much a stored byte counts among these
-    sum_sector: float = 1.2  # of a slice of L2, for a sector in which ordinary instructions add
-    sum_slices: float = 0.6  # power of the lines added to that gives the slices at work; 0: all
+    sum_sector: float = 2.95  # of a slice of L2, for a sector in which ordinary instructions add
+    sum_slices: float = 0.85  # power of the lines added to that gives the slices at work
+    l2_slices: float = 118.0  # slices that add, at most
     clusters_of_four: int = 0  # clusters of 4 CTAs that run at one time; 0: sms // 4
     power: Power = Power()
     band: float = 0.1  # expected relative error of the cycles
@@ -284,8 +285,9 @@ SOURCES: dict[str, tuple[str, str]] = {
     "l2_again": ("probe: rows that CTAs read twice, 8 to 68 MB in all, +-10 %", "l2_kept"),
     "l2_lost": ("the same, +-20 %", "l2_kept"),
     "l2_stored": ("the same, whose second pass stores: lost from 38 to 58 MB, +-50 %", "none"),
-    "sum_sector": ("probe: sums into 1 to 4096 lines, +-20 %", "not measured: none"),
-    "sum_slices": ("the same, +-30 %", "not measured"),
+    "sum_sector": ("probe: sums into 8 to 512 lines, +-20 %", "not measured: none"),
+    "sum_slices": ("the same, +-10 %", "not measured"),
+    "l2_slices": ("the same, random words of 512 lines, +-10 %", "not measured"),
     "l2_capacity": ("60 MB less what stores take", "fit: the one problem whose A is larger"),
 }
 

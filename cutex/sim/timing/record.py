@@ -184,7 +184,8 @@ class Recorder(Observer):
     def _added(self) -> Added:
         if not self.added:
             return Added()
-        return Added(float(len(self.added)), min(self.added), max(self.added) + 1)
+        first, end = min(self.added), max(self.added) + 1
+        return Added(float(len(self.added)), first, end, float(end - first))
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -456,13 +457,12 @@ class Recorder(Observer):
         d = Decoder(ins, self.m)
         address = d.address(next(i for i, o in enumerate(ins.operands) if isinstance(o, Address)))
         size, cta_of = width(ins), self.m.grid.warp_cta.tolist()
-        floats = any(part.startswith(("f", "bf")) for part in ins.parts[2:])
 
         def add(b: Batch, verdict: Any) -> None:
             addresses, active = b.lanes(address(b)).astype(np.int64), b.active()
             for row in np.nonzero(b.any_active())[0].tolist():
                 at = addresses[row][active[row]]
-                warp, touch = int(b.idx[row]), touched(at, size, waits, adds, floats)
+                warp, touch = int(b.idx[row]), touched(at, size, waits, adds)
                 if waits or adds:
                     self.added.update((at // LINE).tolist())
                 if not (waits or adds):

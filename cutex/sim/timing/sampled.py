@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,16 @@ class Sampled:
         return means
 
     def added(self) -> Added:
-        """The lines that a cluster adds to, in the mean, between the first and the last of all."""
-        found = [r.added for r in self.records.values()]
+        """The lines that a cluster adds to, in the mean, between the first and the last of all; it
+        spans them all where those of later clusters are not further on.
+        """
+        found = [r.added for _, r in sorted(self.records.items())]
         some = [a for a in found if a.lines] or found
         first, end = min(a.first for a in some), max(a.end for a in some)
-        return Added(self.mean([a.lines for a in found]), first, end)
+        lines, span = self.mean([a.lines for a in found]), self.mean([a.span for a in found])
+        if any(later.first < a.first for a, later in pairwise(some)):
+            span = float(end - first)
+        return Added(lines, first, end, span)
 
     def times(self, each: Sequence[float]) -> np.ndarray:
         """For each cluster of the grid its cycles, by those of the records; by its issue slots,

@@ -16,19 +16,19 @@ from cutex.sim.timing.fetches import LINE, SECTOR
 
 HALF = SECTOR // 2  # bytes: a line that gets them takes no longer than a whole one
 # of a slice of L2, relative to a sector, for each lane that adds to a word that others add to
-MEETING, MEETING_FLOATS = 1.07, 2.6  # probe: a warp's lanes all one word, 42 and 101 cycles, H200
+MEETING = 1.35  # probe: a warp's lanes all one word of 16, 64, 512 lines, 12 to 1.2 cycles, H200
 TOGETHER = 4  # lines: four stores, 16 bytes apart, are put together, eight, 32 bytes apart, are not
 
 
-def touched(at: np.ndarray, size: int, waits: bool, adds: bool, floats: bool = False) -> Touch:
+def touched(at: np.ndarray, size: int, waits: bool, adds: bool) -> Touch:
     """Return what lanes that access `size` bytes each, at these addresses, ask of L2. `waits`: for
-    what was there; `adds`: to it, `floats`."""
+    what was there; `adds`: to it."""
     words, lanes = np.unique(at, return_counts=True)
     ends = np.concatenate([words, words + size - 1])
     sectors, lines = len(np.unique(ends // SECTOR)), len(np.unique(ends // 128))
     if waits or adds:
         queued = _queued(words // SECTOR, lanes)
-        sums = sectors + queued * (MEETING_FLOATS if floats else MEETING)
+        sums = sectors + queued * MEETING
         return Touch(sectors, lines, waits, adds, sectors, queued, sums=sums)
     return Touch(sectors, lines, waits, adds, sectors - _whole(words, size))
 

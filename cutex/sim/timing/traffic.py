@@ -31,8 +31,12 @@ def running(traced: Traced, gpu: Gpu) -> int:
     so does the recorded one."""
     if not traced.takes_over:
         return traced.clusters
-    at_once = clusters_at_once(gpu, traced.record.cluster_size) * traced.per_sm
-    return min(at_once, traced.clusters)
+    return min(at_once(traced, gpu), traced.clusters)
+
+
+def at_once(traced: Traced, gpu: Gpu) -> int:
+    """The number of clusters that the GPU has room for."""
+    return clusters_at_once(gpu, traced.record.cluster_size) * traced.per_sm
 
 
 def loaded(record: Record) -> dict[int, float]:
@@ -76,6 +80,7 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
     """
     size, count = traced.record.cluster_size, running(traced, gpu)
     ctas = float(min(count, clusters_at_once(gpu, size) * traced.per_sm) * size)
+    beside = min(count, at_once(traced, gpu))
     missed = {}
     loads = sum(loaded(traced.record).values())
     loads += sum(f.loaded for f in traced.record.fetched.values())
@@ -93,7 +98,9 @@ def fetched(traced: Traced, gpu: Gpu) -> dict[int, Missed]:
         rest = max(0.0, share - (1 - again) * first)
         near = f.size <= gpu.l1_kept
         scattered = max(first, 1.0 - gpu.l2_kept / f.size if f.size else 0.0)
-        missed[at] = Missed(share, first, rest / again if again else 0.0, near, scattered)
+        rest = rest / again if again else 0.0
+        together = max(1.0, f.different * beside / f.size) if f.size else 1.0
+        missed[at] = Missed(share, first, rest, near, scattered, together)
     return missed
 
 
@@ -106,9 +113,15 @@ def _lost(between: float, gpu: Gpu) -> float:
 
 
 def slices(traced: Traced, gpu: Gpu) -> float:
-    """How many slices of L2 add at one time to the lines that all clusters add to."""
-    lines, first, end = traced.record.added
-    return max(1.0, min(lines * running(traced, gpu), end - first)) ** gpu.sum_slices
+    """How many slices of L2 add at one time to the lines that clusters side by side add to: those
+    of each, no more than lie between the first and the last line of all, nor than where each lies
+    as far behind the one before as the last behind the first.
+    """
+    lines, first, end, span = traced.record.added
+    beside = min(running(traced, gpu), at_once(traced, gpu))
+    apart = (end - first) / max(traced.clusters, 1)
+    different = max(1.0, min(lines * beside, end - first, span + apart * beside))
+    return min(gpu.l2_slices, different**gpu.sum_slices)
 
 
 def stored(record: Record, added: bool = True) -> float:

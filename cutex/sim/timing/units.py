@@ -33,6 +33,14 @@ class Missed(NamedTuple):
     again: float = 1.0
     in_l1: bool = False  # whether L1 keeps what one CTA has loaded for the next
     scattered: float = 0.0  # of those that are alone in their 64 bytes, as a gather's
+    together: float = 1.0  # CTAs side by side that fetch the same bytes
+
+    def waits(self, miss: float, alone: int) -> float:
+        """The share of loads that wait for memory, if it brings the share `miss` of their bytes:
+        CTAs that walk along the same bytes, in step, all wait for the one that asked first; what is
+        at random places is mostly there.
+        """
+        return miss if alone else min(1.0, miss * self.together)
 
     def of(self, new: float) -> float:
         """The share of a fetch of which the share `new` is a CTA's first; -1: not known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import hypot
 from typing import Any
 
 from cutex.sim.timing.events import (
@@ -403,10 +404,12 @@ class Warp:
         missed = m.fetched.get(e.tensor, _ALL)
         if missed.in_l1 and e.cached:
             e = e._replace(sectors=0, lines=0, held=e.held + e.lines)
+        if e.lines:  # what is loaded waits behind what the SM adds
+            now = max(now, self.sm.sums.free)
         size, miss = 32 * e.sectors, missed.of(e.new)
         taken = self.sm.lines.serve(now, e.lines * g.load_line + e.held_alone(g.l1_line_cycles))
-        if e.banks:
-            taken = max(taken, self.sm.banks.serve(now, max(e.banks, e.held * g.l1_line_cycles)))
+        if e.banks:  # NOTE: so do probes of rows of 64 to 1024 bytes fit, within a sixth
+            taken = max(taken, self.sm.banks.serve(now, hypot(e.banks, e.held * g.l1_line_cycles)))
         if e.apart:
             taken = max(taken, self.sm.fills.serve(now, e.apart * g.sector_apart))
         if e.lines and g.missed_line:  # what misses L1 goes the way of stores
@@ -420,7 +423,7 @@ class Warp:
             end = max(end, hbm - g.hbm_ahead)
             late = g.hbm_tail and g.hbm_tail * self.timeline.latest(e.sectors)
             late += g.hbm_crowd * crowd
-            if self.sm.misses(miss):
+            if self.sm.misses(missed.waits(miss, e.alone)):
                 end += g.global_latency - g.l2_latency + late
         if size:
             end += g.l2_latency
