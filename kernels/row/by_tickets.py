@@ -134,10 +134,14 @@ class ByTickets:
         if cute.arch.thread_idx()[0] == 0:
             if number < tickets.count:
                 of_slots[slot] = tickets.chunk(number)
-                ring.load(self.run(mX, tickets.chunk(number)), turn)
+                self.bring(mX, ring, tickets.chunk(number), turn)
             else:
                 of_slots[slot] = Int32(END)
                 ring.full.arrive(slot)
+
+    def bring(self, mX: Any, ring: Any, chunk: Int32, turn: Int32 | int) -> None:
+        """Start the copy of a chunk to the slot of a turn. One thread calls it."""
+        ring.load(self.run(mX, chunk), turn)
 
     @cute.jit
     def leave(

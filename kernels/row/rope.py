@@ -99,9 +99,11 @@ class Rope:
         vectors, groups, tokens, batch = sizes
         vector, at = at % vectors, at // vectors
         group, at = at % groups, at // groups
-        token, entry = at % tokens, at // tokens
+        # NOTE: entries take turns, so that rows of cos and sin come from memory once
+        # (docs/facts/rows.md#rows-rope-entries)
+        entry, token = at % batch, at // batch
         wait_for_kernel_before()
-        if entry < batch:
+        if token < tokens:
             heads = [group + i * groups for i in range(c.each)]
             gX, gY = ([m[entry, token, head, None] for head in heads] for m in (mX, mY))  # (D) each
             turned = self.turned(mCos)
@@ -141,20 +143,9 @@ class Rope:
         # NOTE: all on their way before one is waited for
         vectors = [[self.raw(x, at, c.width, c.align) for at in places] for x in gX]
         for rX, y in zip(vectors, gY, strict=True):
-            a, b = (r.load().to(Float32) for r in self.halves(rX))  # (PAIR)
-            turned = a * cos - b * sin, b * cos + a * sin
-            for r, x in zip(self.halves(rX), turned, strict=True):
-                r.store(x.to(r.element_type))
+            rotate(halves(rX, c.interleaved), cos, sin)
             for r, at in zip(rX, places, strict=True):
                 cute.autovec_copy(r, self.vector(y, at, c.width, c.align))
-
-    def halves(self, rX: list[cute.Tensor]) -> list[cute.Tensor]:
-        """The first elements and the second ones of pairs in vectors of a head, (PAIR) each."""
-        if not self.config.interleaved:
-            return rX
-        pairs = cute.make_layout((2, self.config.width // 2))
-        by_pairs = cute.make_tensor(rX[0].iterator, pairs)
-        return [by_pairs[i, None] for i in range(2)]
 
     def loaded(self, gX: cute.Tensor, at: Int32, count: int, align: int) -> Any:
         """`count` elements of gX from `at` on, in fp32."""
@@ -170,3 +161,18 @@ class Rope:
         place = (gX.iterator + at).toint()
         p = cute.make_ptr(gX.element_type, place, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(p, cute.make_layout(count))
+
+
+def halves(rX: list[cute.Tensor], interleaved: bool) -> list[cute.Tensor]:
+    """The first elements and the second ones of pairs in vectors of a head, (PAIR) each."""
+    if not interleaved:
+        return rX
+    by_pairs = cute.make_tensor(rX[0].iterator, cute.make_layout((2, cute.size(rX[0]) // 2)))
+    return [by_pairs[i, None] for i in range(2)]
+
+
+def rotate(pairs: list[cute.Tensor], cos: Any, sin: Any) -> None:
+    """Rotate pairs of elements, the first and the second ones (PAIR), in place."""
+    a, b = (r.load().to(Float32) for r in pairs)
+    for r, x in zip(pairs, (a * cos - b * sin, b * cos + a * sin), strict=True):
+        r.store(x.to(r.element_type))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import cutex
+from cutex.kernels.row import choose_rope
+from cutex.kernels.row.rope_by_tickets import RopeByTickets
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 
@@ -73,6 +77,38 @@ def test_in_place_in_views_and_what_lies_around_them(device, interleaved):
         near(x, wanted, x.dtype)
         x.fill_(torch.nan)
         assert whole.isnan().all()
+
+
+BY_TICKETS = [
+    ((2, 21, 3, 64), 32, torch.bfloat16, torch.bfloat16, False),
+    ((3, 7, 2, 32), 8, torch.float16, torch.float32, True),  # a part of a head
+    ((1, 40, 1, 80), 40, torch.bfloat16, torch.float32, False),  # five vectors
+    ((2, 9, 5, 16), 8, torch.float32, torch.float32, True),
+]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("shape, turned, dtype, of_table, interleaved", BY_TICKETS)
+def test_dense_tokens_come_by_bulk_copies(
+    device, shape, turned, dtype, of_table, interleaved, monkeypatch, asked
+):
+    # chunks of two tokens, of which the last has one, more of them than CTAs have slots
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("bulk copies need a Hopper GPU")
+    monkeypatch.setattr(choose_rope, "CHUNK_LEAST", 0)
+    monkeypatch.setattr(choose_rope, "CHUNK_SHORT", 0)
+    monkeypatch.setattr(choose_rope, "CHUNK_BYTES", 2 * shape[2] * shape[3] * dtype.itemsize)
+    whole = torch.full((math.prod(shape) + 64,), torch.nan, dtype=dtype, device=device)
+    x = whole[32:-32].view(shape)
+    x.copy_(drawn(device, shape, dtype))
+    cos, sin = table(device, shape[1] + 3, turned, of_table)
+    want = reference(x, cos[2:], sin[2:], interleaved, torch.arange(shape[1], device=device))
+    how = {"interleaved": interleaved, "offset": 2}
+    near(cutex.rope(x, cos, sin, **how), want, dtype)
+    assert cutex.rope(x, cos, sin, inplace=True, **how) is x
+    near(x, want, dtype)
+    assert whole[:32].isnan().all() and whole[-32:].isnan().all()
+    assert {kind for kind, *_ in asked} == {RopeByTickets}
 
 
 @pytest.mark.sweep(2)

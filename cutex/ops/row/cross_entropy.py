@@ -231,6 +231,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     x, target, *ctx.options = inputs
     _, lse, count = output
     ctx.mark_non_differentiable(lse, count)
+    ctx.set_materialize_grads(False)  # of these, zeros as large as they are
     ctx.save_for_backward(x, target, lse, count)
 
 

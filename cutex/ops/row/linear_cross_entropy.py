@@ -219,6 +219,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     x, w, target, *ctx.options = inputs
     _, lse, dx, dw = output
     ctx.mark_non_differentiable(lse, dx, dw)
+    ctx.set_materialize_grads(False)  # of these, zeros as large as they are
     ctx.save_for_backward(x, w, target, lse, dx, dw)
 
 

@@ -248,13 +248,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     x, weight, bias, residual, _, centred = inputs
     _, summed, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # of these, zeros as large as they are
     ctx.save_for_backward(x if residual is None else summed, weight, bias, mean, rstd)
     ctx.has_residual, ctx.centred = residual is not None, centred
 
 
-def _backward(ctx: Any, dy: Tensor, dsummed: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, weight, bias, mean, rstd = ctx.saved_tensors
     given = dsummed if ctx.has_residual else None
+    dy = torch.zeros_like(x) if dy is None else dy  # where only the sum of x and residual is used
     dx, dweight, dbias = NORM_GRADIENT(x, dy, weight, bias, mean, rstd, given, ctx.centred)
     return (
         dx, dweight if weight is not None else None, dbias if bias is not None else None,

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
+from cutex.kernels.row import choose_rope
 from cutex.ops.number import check_flag
 from cutex.ops.overlap import overlaps_itself, share_memory
 from cutex.ops.plain import check_strided
 from cutex.ops.row.launches import Calls, Launch, Run
 from cutex.ops.row.operators import define, needs_nothing
-from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows
+from cutex.ops.row.rows import VECTOR, arch_of, check, dtype_of, empty_rows, sms_of
 from cutex.ops.written import check_writable, written
 
 if TYPE_CHECKING:
     from cutex.kernels.row.rope import RopeConfig
+    from cutex.kernels.row.rope_by_tickets import RopeTicketsConfig
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 POSITIONS = (torch.int32, torch.int64)
 PACKED = torch.contiguous_format
 MOST = 2**31  # vectors of a launch
-# heads of a thread at most, whose pairs are halves or neighbours, of so many elements in all
-# (docs/facts/rows.md#rows-rope-heads)
-HEADS, MANY = {False: 2, True: 4}, 2**24
 
 
 def rope(
@@ -134,6 +134,7 @@ def _plan(
     positions: Tensor | None,
 ) -> Run:  # fmt: skip
     from cutex.kernels.row.rope import Rope
+    from cutex.kernels.row.rope_by_tickets import RopeByTickets
 
     _, offset, sign, in_place = options
     arch = arch_of(x.device, "cutex.rope")
@@ -147,14 +148,24 @@ def _plan(
         launch.passes("positions", positions, lambda p: p.expand(shape))
     if not in_place:
         heads.append(launch.makes("y", x.shape, x.dtype, 4))
-    config = _config(options, heads, tables, positions)
-    if x.numel() // config.width >= MOST:
-        raise ValueError(f"x has {x.numel()} elements: at most {MOST * config.width} turn at once")
-    given = ("cos", "sin", "positions") if config.positions else ("cos", "sin")
+    order = ("x", "cos", "sin") if in_place else ("x", "y", "cos", "sin")
+    returns = () if in_place else ("y",)
+    by = _by_tickets(options, heads, tables, arch) if positions is None else None
+    if by is not None:
+        several, tokens = by
+        launch.keeps("drawn", 1)
+        groups = min(x.numel() // several.elements, several.resident * sms_of(x.device, arch))
+        scalars = offset, sign, tokens, max(1, groups)
+        run = launch.run((RopeByTickets, several, arch), (*order, "drawn"), scalars, returns)
+    else:
+        config = _config(options, heads, tables, positions)
+        most = MOST * config.width
+        if x.numel() >= most:
+            raise ValueError(f"x has {x.numel()} elements: at most {most} turn at once")
+        given = ("positions",) if config.positions else ()
+        run = launch.run((Rope, config, arch), (*order, *given), (offset, sign), returns)
     if not in_place:
-        order: tuple[str, ...] = "x", "y", *given
-        return launch.run((Rope, config, arch), order, (offset, sign), ("y",))
-    run = launch.run((Rope, config, arch), ("x", *given), (offset, sign), ())
+        return run
 
     def turn(x: Tensor, *rest: Tensor) -> Tensor:
         _check_apart(x, *rest)
@@ -189,15 +200,29 @@ def _config(
         rows |= t.data_ptr()
     return RopeConfig(
         interleaved, dtype_of(tables[0]), "" if positions is None else dtype_of(positions),
-        in_place, width, places & -places, rows & -rows, _each(heads[0], interleaved),
+        in_place, width, places & -places, rows & -rows,
+        choose_rope.heads_of_thread(heads[0].numel(), heads[0].shape[2], interleaved),
     )  # fmt: skip
 
 
-def _each(x: Tensor, interleaved: bool) -> int:
-    """The heads of x (B, T, H, D) that a thread takes: one where they are few."""
-    if x.numel() < MANY:
-        return 1
-    return next(n for n in range(HEADS[interleaved], 0, -1) if x.shape[2] % n == 0)
+def _by_tickets(
+    options: tuple[bool, int, float, bool], heads: list[Tensor], tables: list[Tensor], arch: str
+) -> tuple[RopeTicketsConfig, int] | None:
+    """The config of a launch by bulk copies, and the tokens of a chunk; None for other kernels."""
+    from cutex.kernels.row.rope_by_tickets import RopeTicketsConfig
+
+    interleaved, _, _, in_place = options
+    x, cos = heads[0], tables[0]
+    if not all(t.is_contiguous() and t.data_ptr() % VECTOR == 0 for t in (*heads, *tables)):
+        return None
+    sizes = x.element_size(), cos.element_size()
+    found = choose_rope.chunks(tuple(x.shape), cos.shape[1], *sizes, kernels_of(arch))
+    if found is None:
+        return None
+    vectors = cos.shape[1] * sizes[0] // VECTOR * (1 + interleaved)
+    room = found.elements, found.angles, in_place, choose_rope.CHUNK_THREADS, found.slots
+    config = RopeTicketsConfig(interleaved, dtype_of(cos), vectors, *room, choose_rope.CHUNK_CTAS)
+    return config, found.tokens
 
 
 _turned = Calls(_plan)
