@@ -103,11 +103,14 @@ class Out:
     @cute.jit
     def merge(self, rows: UnitRows, piece: Piece) -> None:
         """Merge all parts of a unit and store O and LSE, one row per warp; or several rows at a
-        time, where there are more rows than warps and each row would wait for memory."""
+        time, where there are more rows than warps and each row would wait for memory, but no more
+        than exist: the fewer rows, the more parts are on their way."""
         warp, warps = cute.arch.warp_idx(), THREADS // WARP
-        if rows.count > warps:
+        if rows.count > 2 * warps:
             for row in cutlass.range(warp, rows.count, warps * TOGETHER, unroll=1):
                 self.merge_rows(rows, piece, tuple(row + i * warps for i in range(TOGETHER)))
+        elif rows.count > warps:
+            self.merge_rows(rows, piece, (warp, warp + warps))
         elif warp < rows.count:
             self.merge_rows(rows, piece, (warp,))
 
