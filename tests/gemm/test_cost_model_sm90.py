@@ -248,6 +248,16 @@ def test_operations_take_no_tile_that_is_stored_whole_and_transposed() -> None:
     assert not any(c.tiles.swap_ab and c.tiles.odd_rows for c in of_calls(added))
 
 
+def test_the_only_tile_of_a_cta_has_a_slot_for_each_part_of_what_is_added() -> None:
+    """If that takes no more than one slot of a long ring (docs/facts/gemm.md#added-early)."""
+    layouts = OperandLayout(), OperandLayout(major="column"), OperandLayout()
+    plain = call_class((408, 1448, 2320, 1), layouts, (), "sm_90a")
+    tiles = next(of_calls(plain)).tiles
+    added = fitted(tiles, replace(plain, ops=(Add("c", "bf16", whole=True),))).tiles
+    assert tiles.one_tile and tiles.epi_stages < tiles.parts_of_rows == added.epi_stages
+    assert added.num_stages == tiles.num_stages - 1
+
+
 def test_later_runs_are_neighbours_only(
     pairs_of_a_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

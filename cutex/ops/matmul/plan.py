@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
     Layouts = tuple[OperandLayout, OperandLayout, OperandLayout]
 
+# slots of A and B, of which one is worth less than slots for all parts of what is added to the only
+# tile of a CTA (docs/facts/gemm.md#added-early)
+LONG_RING = 7
+
 building.preload(*(f"{package('gemm', name)}.general" for name in ARCHS))
 
 
@@ -213,7 +217,12 @@ def with_slots(tiles: Sm90Config, arch_name: str) -> Sm90Config:
     more = [replace(tiles, epi_stages=n) for n in (4, 3, 2)]
     if tiles.epi_stages == 1 and tiles.parts_in_order:
         more.append(replace(more[-1], num_stages=tiles.num_stages - 1))
-    return next((x for x in more if x.why_not(None, arch(arch_name)) is None), tiles)
+    found = next((x for x in more if x.why_not(None, arch(arch_name)) is None), tiles)
+    parts = tiles.parts_of_rows
+    if tiles.one_tile and tiles.num_stages >= LONG_RING and 1 < found.epi_stages < parts:
+        every = replace(found, epi_stages=parts, num_stages=found.num_stages - 1)
+        return every if every.why_not(None, arch(arch_name)) is None else found
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -122,6 +122,11 @@ class Sm90Config(GemmConfig):
         return self.split_k == 1
 
     @property
+    def parts_of_rows(self) -> int:
+        """The parts of out, of 64 rows each, that a warpgroup stores of a tile."""
+        return self.warpgroup_rows // 64 * (self.tile_n // self.epi_n if self.epi_n else 1)
+
+    @property
     def clusters_stream(self) -> bool:
         """Whether each CTA of a cluster, which has one tile, loads its own bytes of the large
         operand."""
