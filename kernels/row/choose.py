@@ -165,7 +165,7 @@ def bulk_rows(
     largest = min(largest, LARGE_CLUSTER if arch_name in LARGE_ARCHS else CLUSTER)
     for threads, ctas in ROWS_TILES:
         tile = RowTile(1, threads, ctas, 1, widest, False)
-        found = _bulk_rows(n, tile, of.smem_per_cta - BULK_SPARE)
+        found = bulk_rows_of(n, tile, of.smem_per_cta - BULK_SPARE)
         if found is not None and ctas <= largest:
             return found
     return None
@@ -176,7 +176,7 @@ def rows_by_tickets(by: BulkRows) -> bool:
     return by.tile.ctas <= CLUSTER
 
 
-def _bulk_rows(n: int, tile: RowTile, room: int) -> BulkRows | None:
+def bulk_rows_of(n: int, tile: RowTile, room: int) -> BulkRows | None:
     """The same for one tile; None if shared memory is too small."""
     words, resident = words_of(n, tile), BULK_THREADS // tile.threads
     slot = slot_bytes(tile.threads * words * 4)

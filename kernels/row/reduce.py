@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, cute
+from cutlass import Boolean, Float16, Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 from cutex.compile import Argument, Bound, Operand, Scalar
@@ -27,9 +27,11 @@ from cutex.kernels.row.kernel import (
     parts_of,
     reductions,
 )
+from cutex.kernels.row.published import leave, taken_for_good
 
 FINISHERS = 8  # warps of a CTA, each of which combines the parts of one result
 PARTS = "parts"  # what CTAs leave: a value each, combined in order
+WORDS = "words"  # the same in words with a flag, which the CTA of the last part waits for
 ATOMICS = "atomics"  # or added to the result, in any order
 
 
@@ -40,7 +42,13 @@ class ReduceConfig:
     tile: RowTile
     fold: Fold
     out: str  # the dtype of results
-    shared: str = ""  # "": a CTA has whole rows; PARTS or ATOMICS: several CTAs share one
+    # "": a CTA has whole rows; PARTS, WORDS (of few rows alone) or ATOMICS: several CTAs share one
+    shared: str = ""
+
+    def why_not(self) -> str | None:
+        if self.shared == WORDS and self.tile.rows > 1:
+            return f"rows={self.tile.rows}: a CTA that publishes its part has one row"
+        return None
 
 
 class Reduce(RowKernel):
@@ -55,12 +63,19 @@ class Reduce(RowKernel):
             "counts", ("groups",), "int32", aligned=False, whole=False, bounds_by=self.bounds
         )
         counted = (counts,) if c.shared == PARTS else ()
+        if c.shared == WORDS:
+            words = Operand("words", ("words",), "int32", whole=False, bounds_by=self.word_bounds)
+            counted = (words,)
         outs = results(c, lambda numbers: numbers["m"])
         return (matrix("x", dtype, c.tile), *outs, *counted, *SCALARS)
 
     def bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
         """The bound of the counters of a launch: one for each tile of rows."""
         return (Bound("groups", -(-numbers["outs"] // self.tile.rows)),)
+
+    def word_bounds(self, numbers: Mapping[str, int]) -> tuple[Bound, ...]:
+        """The bound of the words of a launch, two of 32 bits for each word of a part's value."""
+        return (Bound("words", 2 * numbers["m"] * numbers["splits"] * self.config.fold.words),)
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, *rest) -> None:
@@ -86,13 +101,16 @@ class Reduce(RowKernel):
         found = self.combined(reduction, found)
         speaks, place = (this < rows) & columns.is_first_of_row(), (this, block % splits)
         again = reduction, gX, columns, (first, last)
-        if cutlass.const_expr(c.fold.kind == "sum" and c.shared == PARTS):
+        if cutlass.const_expr(c.fold.kind == "sum" and c.shared in (PARTS, WORDS)):
             low = found[0] * DOWN
             if cutlass.const_expr(overflows(mX)):  # noqa: SIM102 (the other is traced)
                 if ~is_finite(found[0]):
                     low = self.lower(*again)
             found += (low,)
-        if speaks:
+        if cutlass.const_expr(c.shared == WORDS):
+            if cute.arch.warp_idx() == 0:
+                self.meet_in_words(to, found, place, splits, scale)
+        elif speaks:
             store_value(c, to, found, place, scale)
         # NOTE: behind the store, where nobody who does not need it loads its instructions
         if cutlass.const_expr(c.fold.kind == "sum" and not c.shared and overflows(mX)):
@@ -216,6 +234,30 @@ class Reduce(RowKernel):
             first = mine * tile.rows
             results = first, cutlass.min(first + tile.rows, rows)
             finish_parts(self.config, mOut, mParts, results, tile.num_threads // WARP, scale)
+
+    @cute.jit
+    def meet_in_words(
+        self, to: tuple, found: Values, place: tuple[Int32, Int32], splits: Int32, scale: Float32
+    ) -> None:
+        """Publish a part's value; the CTA of the last part waits for the others, and stores the
+        combination of all in a fixed order. A warp calls it.
+
+        NOTE: an atomic count behind a fence, and the parts' values behind it, are three trips to L2
+        where this is one and a half (docs/facts/rows.md#rows-few-words)."""
+        fold, (row, split), (mOut, mWords) = self.config.fold, place, to
+        lane, count = cute.arch.lane_idx(), fold.words
+        first = cute.recast_ptr(mWords.iterator, dtype=Int64) + row * splits * count
+        if split < splits - 1:
+            if lane == 0:
+                for i in cutlass.range_constexpr(count):
+                    leave(first + (split * count + i), found[i])
+        else:
+            value = fold.start() + (Float32(0),) * (count - fold.count)
+            for part in cutlass.range(lane, splits - 1, WARP, unroll=1):
+                value = fold.combine(value, taken_for_good(first + part * count, count))
+            value = fold.combine(fold.lanes(value, WARP), found)
+            if lane == 0:
+                mOut[row] = fold.result(value, scale).to(mOut.element_type)
 
     @property
     def kernels(self) -> dict[str, Any]:

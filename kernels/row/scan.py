@@ -24,11 +24,9 @@ from cutex.compile import Argument, Bound, Operand, Scalar
 from cutex.device.row.columns import Columns
 from cutex.device.row.tile import WARP, RowTile
 from cutex.device.stream_order import may_overlap, wait_for_kernel_before
-from cutex.kernels.quantize.elements import bits_of, float_of
 from cutex.kernels.row.fold import Fold
 from cutex.kernels.row.kernel import RowKernel, matrix
-
-THERE = 1 << 32  # the flag of a word, above its value's 32 bits
+from cutex.kernels.row.published import leave, taken
 
 
 @dataclass(frozen=True)
@@ -248,19 +246,3 @@ def bounds(numbers: Mapping[str, int]) -> tuple[Bound, ...]:
 def words_of(rows: int, parts: int) -> int:
     """The words that CTAs publish to each other: a ticket counter, and those of `look_back`."""
     return 1 + rows * (parts + -(-parts // WARP))
-
-
-@cute.jit
-def leave(word: cute.Pointer, value: Float32) -> None:
-    """Publish a value together with its ready flag."""
-    found = Int64(bits_of(value)) & (THERE - 1) | THERE
-    cute.arch.store(word, found, sem="relaxed", scope="gpu")
-
-
-@cute.jit
-def taken(word: cute.Pointer) -> Float32:
-    """The value of a word, once it has been published."""
-    found = cute.arch.load(word, Int64, sem="relaxed", scope="gpu")
-    while found < THERE:
-        found = cute.arch.load(word, Int64, sem="relaxed", scope="gpu")
-    return float_of(Int32(found & (THERE - 1)))

@@ -7,9 +7,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from row_calls import near as near_rounded
+from row_calls import rows
 
 import cutex
-from cutex.ops.row.linear_cross_entropy import LEAST_ROWS, LOGITS, chunks
+from cutex.kernels.row import choose_losses
+from cutex.kernels.row.cross_entropy_in_place_bulk import InPlaceByTickets
+from cutex.ops.row.linear_cross_entropy import LEAST_ROWS, LOGITS, Loss, _in_place, chunks
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-10}  # tf32
 OPTIONS = [(0.0, 0.0), (0.1, 1e-2)]
@@ -74,6 +78,46 @@ def test_loss_and_gradients(device, m, n, k, chunk, reduction, smoothing, z_loss
         dx, dw = 3 * dx, 3 * dw
     near(x.grad, dx, dtype, float(dx.abs().max()))
     near(w.grad, dw, dtype, float(dw.abs().max()))
+
+
+IN_PLACE = [
+    (9, 2000, torch.bfloat16, "mean", 0.0, 1),
+    (5, 20_008, torch.float16, "sum", 0.1, 2),
+]
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("m, n, dtype, reduction, smoothing, ctas", IN_PLACE)
+def test_gradients_take_the_place_of_logits_by_bulk_copies(
+    device, monkeypatch, asked, m, n, dtype, reduction, smoothing, ctas
+):
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("bulk copies need a Hopper GPU")
+    monkeypatch.setattr(choose_losses, "BULK_LEAST", 0)
+    monkeypatch.setattr(choose_losses, "IN_PLACE", 1)
+    x = rows(device, (m, n), dtype, scale=3.0)
+    target = torch.arange(m, device=device) * 777 % n
+    target[1], target[2], target[3] = n - 1, -100, n  # the last does not count, or is no class
+    x[2, 5], x[4, : n // 2] = torch.inf, -torch.inf
+    target[4] = n - 2
+    wide, counts = x.double(), target != -100
+    lse, places = wide.logsumexp(1), target.clamp(0, n - 1)
+    wanted = (wide - lse[:, None]).exp() - smoothing / n
+    wanted[torch.arange(m), places] -= 1 - smoothing
+    loss = lse - (1 - smoothing) * wide[torch.arange(m), places]
+    loss -= smoothing * wide.mean(1) if smoothing else 0
+    count = counts.sum(dtype=torch.float32)[None]
+    wanted /= count if reduction == "mean" else 1
+    wanted[2], loss[2] = 0, 0
+    found = torch.full((m,), torch.nan, device=device)
+    _in_place(Loss(-100, smoothing, 0.0, reduction), x, target, found, count)
+    assert asked[-1][0] is InPlaceByTickets and asked[-1][1].tile.ctas == ctas
+    assert found[3].isnan() and x[3].isnan().all()
+    right = [i for i in range(m) if i != 3]
+    near_rounded(x[right], wanted[right], dtype)
+    finite = [i for i in right if loss[i].isfinite()]
+    assert len(finite) == m - 1 - (smoothing > 0)  # a mean of logits of which some are -inf
+    near_rounded(found[finite], loss[finite], torch.float32, 64)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from row_calls import rows
 
 import cutex
 from cutex.kernels.row import choose
+from cutex.kernels.row.reduce import WORDS
 from cutex.ops.row.reduce import _config, few_lanes
 from cutex.ops.row.rows import COLUMNS
 
@@ -136,6 +137,20 @@ def test_one_cluster_takes_few_elements(device, asked, shape, dim, ctas, op):
     check(rows(device, shape), op, dim)
     ((kind, config, *_),) = asked
     assert kind.__name__ == "Reduce" and config.tile.ctas == ctas and not config.shared
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("op", ["sum", "argmax"])
+@pytest.mark.parametrize("shape, dim", [((70_003,), None), ((3, 20_000), 1)])
+def test_parts_of_few_elements_meet_in_words(device, asked, monkeypatch, shape, dim, op):
+    # which each launch leaves zeroed for the next
+    monkeypatch.setattr(choose, "ONE_CLUSTER", 0)
+    x = rows(device, shape)
+    one = cutex.reduce(x, op, dim)
+    for _ in range(2):
+        check(-x, op, dim)
+        assert torch.equal(cutex.reduce(x, op, dim), one)
+    assert {config.shared for _, config, *_ in asked} == {WORDS}
 
 
 def test_transposed_squares(device):

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cutex.arch import kernels_of
+from cutex.kernels.row import choose_losses
 from cutex.ops.device import arch_of
 from cutex.ops.matmul.eager import matmul
 from cutex.ops.number import number
 from cutex.ops.plain import is_plain
 from cutex.ops.row.cross_entropy import check_options, check_target, gradient_in_place
 from cutex.ops.row.cross_entropy import run as run_plain
-from cutex.ops.row.launches import Calls, Launch, Run
+from cutex.ops.row.launches import Calls, Launch, Run, bulk_groups
 from cutex.ops.row.operators import define
 from cutex.ops.row.rows import arch_of as rows_arch_of
-from cutex.ops.row.rows import check, dtype_of, part_of, tile_of
+from cutex.ops.row.rows import check, dtype_of, loads_of, part_of, tile_of
+
+if TYPE_CHECKING:
+    from cutex.kernels.row.cross_entropy_in_place_bulk import InPlaceTicketsConfig
 
 LOGITS = 512 << 20  # bytes of a chunk's logits
 ROWS = 128  # of which a chunk is a multiple: those of a tile of the product
@@ -179,18 +184,36 @@ def _in_place(of: Loss, z: Tensor, target: Tensor, losses: Tensor, count: Tensor
 def _plan_in_place(of: Loss, z: Tensor, target: Tensor, *given: Tensor) -> Run:
     from cutex.kernels.row.cross_entropy import CrossEntropyConfig
     from cutex.kernels.row.cross_entropy_in_place import CrossEntropyInPlace
+    from cutex.kernels.row.cross_entropy_in_place_bulk import InPlaceByTickets
 
     arch = rows_arch_of(z.device, "cutex.linear_cross_entropy")
     launch = Launch(z.device)
     rows = launch.rows(x=z)
     names = ("losses", "count")[: len(given)]
     launch.flat(target=target, **dict(zip(names, given, strict=True)))
+    scalars = of.smoothing, of.z_loss, of.ignored
+    by = _by_tickets(of, rows[0], dtype_of(target), arch)
+    if by is not None:
+        launch.keeps("drawn", 2)
+        groups = bulk_groups(InPlaceByTickets, by, rows[0], arch)
+        order = "x", "target", *names, "drawn"
+        return launch.run((InPlaceByTickets, by, arch), order, (*scalars, groups))
     config = CrossEntropyConfig(
         tile_of(rows, (), arch), of.smoothing != 0, dtype_of(target), of.reduction
     )
     kernel = CrossEntropyInPlace, config, arch
-    scalars = of.smoothing, of.z_loss, of.ignored
     return launch.run(kernel, ("x", "target", *names), scalars)
+
+
+def _by_tickets(of: Loss, z: Tensor, target: str, arch: str) -> InPlaceTicketsConfig | None:
+    """The config of CTAs that draw the rows that they take; None for other kernels."""
+    from cutex.kernels.row.cross_entropy_in_place_bulk import InPlaceTicketsConfig
+
+    (m, n), (unit, _) = z.shape, loads_of([z], (), False)
+    by = choose_losses.in_place(m, n, unit, kernels_of(arch)) if z.is_contiguous() else None
+    if by is None:
+        return None
+    return InPlaceTicketsConfig(*by, of.smoothing != 0, target, of.reduction)
 
 
 _gradients_in_place = Calls(_plan_in_place)

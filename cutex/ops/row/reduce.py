@@ -223,6 +223,8 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     """The plan of one reduction over neighbouring dimensions; `shape`: of the result, by default
     x's with sizes of 1."""
     op, dims, out, scale, deterministic, flat, shape = options
+    from cutex.kernels.row.reduce import WORDS
+
     arch = arch_of(x.device, "cutex.reduce")
     spaces, kept, order = _spaces(x, dims, flat)
     outer, reduced, inner = spaces.shape
@@ -242,7 +244,11 @@ def _plan(options: tuple[Any, ...], x: Tensor) -> Run:
     made = torch.float32 if atomics else out
     launch.makes("out", shape if in_place else kept, made, 1)
     names = ["x", "out"]
-    if splits > 1 and not atomics:
+    shared = getattr(config, "shared", "")
+    if shared == WORDS:
+        launch.keeps("words", 2 * outs * splits * config.fold.words)
+        names.append("words")
+    elif splits > 1 and not atomics:
         launch.makes("parts", (config.fold.words, outs, splits), torch.float32)
         names.append("parts")
         if inner == 1:
@@ -262,7 +268,7 @@ def _config(
 ) -> tuple[Any, Any, int, bool]:
     """The kernel's class and config, the CTAs that share a result, and whether by atomics."""
     from cutex.kernels.row.fold import Fold
-    from cutex.kernels.row.reduce import ATOMICS, PARTS, Reduce, ReduceConfig
+    from cutex.kernels.row.reduce import ATOMICS, PARTS, WORDS, Reduce, ReduceConfig
     from cutex.kernels.row.reduce_columns import ReduceColumns, ReduceColumnsConfig
 
     fold, name = (
@@ -295,6 +301,8 @@ def _config(
         if few is not None:
             return Reduce, ReduceConfig(few, fold, name), 1, False
         how = shared(splits)
+        if how == PARTS and x.numel() <= choose.FEW:
+            how = WORDS
         return (
             Reduce,
             ReduceConfig(tile, fold, _sum_name(how == ATOMICS, name), how),
