@@ -37,6 +37,10 @@ EpilogueStore = PartStore | WarpStore
 # named barriers: 0 is the CTA's, 1 to 3 are the warpgroups' own, 5 is shared_k.py's
 ORDER_BARRIER = 3  # and 4: the order of two warpgroups in ping-pong
 
+# K tiles up to which a tile's MMAs take no longer than what is added to it, from memory: among more
+# loads it comes too early (docs/facts/gemm.md#added-early)
+SOON_DONE = 40
+
 Walk = StaticWalk | OneStep
 States = tuple[PipelineState, PipelineState]  # of the slot read last, and of the next
 Issue = Callable[[WgmmaProduct, SharedRing, PipelineState, Int32], States]
@@ -109,8 +113,10 @@ def ping_pong(
     num_k_tiles: Int32,
     walk: cutlass.Constexpr[Walk],
     store: cutlass.Constexpr[Store],
+    expect: cutlass.Constexpr[Store | None] = None,
 ) -> None:
     """Two warpgroups alternate the tiles of the walk: one stores while the other's wgmma run.
+    `expect`: what comes before a tile's MMAs.
 
     NOTE: a warpgroup issues only when the other has issued its tile. Correctness needs this, too: a
     wait distinguishes only odd from even phases of a slot, so at most one phase may be outstanding.
@@ -123,6 +129,8 @@ def ping_pong(
         take.skip(num_k_tiles)
     first = walk.start + mine * walk.step
     for index in cutlass.range(first, walk.end, 2 * walk.step, unroll=1):
+        if cutlass.const_expr(expect is not None):
+            expect(walk.tile_at(index))
         order.wait(mine)
         done, take = issue(mma, ab, take, num_k_tiles)
         if index + walk.step < walk.end:
@@ -193,6 +201,19 @@ class MmaRole:
             epilogue = replace(epilogue, batch=tile.batch)
         epilogue.store(mma.acc, row, step, column)
 
+    def expect(self, mma: WgmmaProduct, epilogue: EpilogueStore, num_k_tiles: Int32) -> Any:
+        """What has L2 load, before a tile's few MMAs, what the store of it adds, a function of the
+        tile; None if nothing is loaded by TMA."""
+        if not isinstance(epilogue, FusedStore) or epilogue.loads is None:
+            return None
+
+        def expect(tile: WorkTile) -> None:
+            row, step, column = self.origin(tile)
+            batched = replace(epilogue, batch=tile.batch)
+            batched.expect(mma.acc, row, step, column, num_k_tiles <= SOON_DONE)
+
+        return expect
+
     def origin(self, tile: WorkTile) -> tuple[Int32, int, Int32]:
         """The first row of this warpgroup in a tile, the step to its next row, and the first
         column, all in parts of 64 x epiN."""
@@ -211,8 +232,10 @@ class Cooperative(MmaRole):
     def run(self, product: RoleProduct) -> None:
         mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        take = ab.consumer()
+        take, expect = ab.consumer(), self.expect(mma, epilogue, num_k_tiles)
         for index in cutlass.range(walk.start, walk.end, walk.step, unroll=1):
+            if cutlass.const_expr(expect is not None):
+                expect(walk.tile_at(index))
             take = self.accumulate(mma, ab, take, num_k_tiles)
             self.store(mma, epilogue, walk.tile_at(index))
 
@@ -225,7 +248,8 @@ class PingPong(MmaRole):
     def run(self, product: RoleProduct) -> None:
         mma, ab, epilogue, num_k_tiles, mC = product
         walk = self.scheduler.walk(tile_counts(self.tiles, mC))
-        ping_pong(mma, ab, num_k_tiles, walk, partial(self.store, mma, epilogue))
+        store, expect = partial(self.store, mma, epilogue), self.expect(mma, epilogue, num_k_tiles)
+        ping_pong(mma, ab, num_k_tiles, walk, store, expect)
 
 
 def register_product(tiles: Sm90Config, sB: cute.Tensor, k_major: bool = True) -> WgmmaProduct:

@@ -116,6 +116,14 @@ class PartLoads:
         )
 
     @cute.jit
+    def prefetch(self, row: Int32, column: Int32, batch: Int32) -> None:
+        """Have L2 load the part at (row, column). One warp calls it."""
+        where: tuple = (None, row, column)
+        if cutlass.const_expr(cute.rank(self.bGS_gX) == 4):
+            where = (None, row, column, batch)
+        cute.prefetch(self.atom, self.bGS_gX[where])
+
+    @cute.jit
     def read(self, slot: cutlass.Constexpr[int], use: cutlass.Constexpr[int]) -> cute.Tensor:
         """This thread's values (V) of the tile's `use`-th part in `slot`, in the order of the
         accumulator's."""
@@ -186,11 +194,7 @@ class FusedStore:
     def store(self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32) -> None:
         """Store `acc`; the arguments are those of WarpgroupStore.store."""
         parts = self.parts(acc)  # (V, PART)
-        per_row = cute.size(parts, mode=[1]) // cute.size(acc, mode=[1])
-        where = [
-            (row_tile + part // per_row * row_step, column_tile + part % per_row)
-            for part in range(cute.size(parts, mode=[1]))
-        ]
+        where = self.places(acc, row_tile, row_step, column_tile)
         if cutlass.const_expr(self.at_once and 1 < len(where) <= self.num_slots):
             self.wait(0)
             for part in cutlass.range_constexpr(len(where)):
@@ -208,6 +212,34 @@ class FusedStore:
                 self.store_part(parts[None, part], part % self.num_slots, *where[part])
         else:
             self.store_preloaded(self.loads, parts, where)
+
+    @cute.jit
+    def expect(
+        self,
+        acc: cute.Tensor,
+        row_tile: Int32,
+        row_step: Int32,
+        column_tile: Int32,
+        soon: cutlass.Boolean,
+    ) -> None:
+        """Have L2 load what the store of `acc` will add, if it is `soon`: from memory it would take
+        as long as several parts (docs/facts/gemm.md#added-early)."""
+        assert self.loads is not None
+        if soon:  # noqa: SIM102
+            if self.plain.stores:
+                for row, column in self.places(acc, row_tile, row_step, column_tile):
+                    self.loads.prefetch(row, column, self.batch)
+
+    def places(
+        self, acc: cute.Tensor, row_tile: Int32, row_step: Int32, column_tile: Int32
+    ) -> list[tuple[Int32, Int32]]:
+        """The row and the column of each part of `acc`, in parts of out."""
+        count = cute.size(self.parts(acc), mode=[1])
+        per_row = count // cute.size(acc, mode=[1])
+        return [
+            (row_tile + part // per_row * row_step, column_tile + part % per_row)
+            for part in range(count)
+        ]
 
     @cute.jit
     def store_in_turns(
