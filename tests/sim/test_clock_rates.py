@@ -59,6 +59,17 @@ def test_of_a_loop_that_is_unrolled_whole_one_copy_is_executed() -> None:
     assert {line: cost.slots for line, cost in found.items()} == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1}
 
 
+@pytest.mark.parametrize(("copies", "executed"), [(1, 1), (2, 2), (25, 1)])
+def test_a_loop_of_integers_tells_its_copies_by_most_of_its_lines(copies, executed) -> None:
+    """One line is of 64 bits, and so two instructions a turn: two of one line tell nothing."""
+    turn = [("IMAD", 2), ("SHF.R.U32.HI", 3), ("LOP3.LUT", 4), ("IADD3", 5), ("IADD3.X", 5)]
+    code = [("IMAD", 1), *turn * copies, ("STG.E", 6)]
+    sass = [Sass(16 * i, x, line, 1, (), 0, 1) for i, (x, line) in enumerate(code)]
+    found = costs(sass, loops={1: 0, 2: 2, 3: 2, 4: 2, 5: 2, 6: 0})
+    slots = [found[line].slots for line in range(1, 7)]
+    np.testing.assert_allclose(slots, [1, executed, executed, executed, 2 * executed, 1])
+
+
 @cute.kernel
 def touching_kernel(mX: cute.Tensor, mY: cute.Tensor):
     t = cute.arch.thread_idx()[0]

@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,18 +231,36 @@ def _parts(code: list[Sass], depth: Mapping[int, int], loops: Mapping[int, int])
         if (line, block) not in rare:
             for head in found:
                 copies[line, head].add(block)
-    # by block and the PTX's loops: how often a block has the innermost of them
-    turns: dict[tuple[int, int], int] = defaultdict(int)
-    for (line, block), found in kinds.items():
-        if set(found) <= _SINGLE and len(set(found)) == 1:
-            place = block, loops.get(line, 0)
-            turns[place] = math.gcd(turns[place], len(found))
+    turns = _turns(kinds, loops)
     return [
         0.0
         if (ins.line, ins.block) in rare
-        else 1.0 / (len(copies[ins.line, head]) * max(1, turns[ins.block, loops.get(ins.line, 0)]))
+        else 1.0 / (len(copies[ins.line, head]) * turns[ins.block, loops.get(ins.line, 0)])
         for ins, head in zip(code, heads, strict=True)
     ]
+
+
+def _turns(
+    kinds: Mapping[tuple[int, int], list[str]], loops: Mapping[int, int]
+) -> dict[tuple[int, int], int]:
+    """By block and the PTX's loops, how often the block has the innermost of them: what the counts
+    of all lines with an opcode of ``_SINGLE`` have in common. In a loop that has none of those, of
+    integers alone, the count of most of its lines, of which some may be of 64 bits and so two.
+    """
+    sure: dict[tuple[int, int], int] = defaultdict(int)
+    likely: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for (line, block), found in kinds.items():
+        place = block, loops.get(line, 0)
+        if len(set(found)) == 1:
+            likely[place][len(found)] += 1
+            if found[0] in _SINGLE:
+                sure[place] = math.gcd(sure[place], len(found))
+    turns: dict[tuple[int, int], int] = defaultdict(lambda: 1, sure)
+    for place, counts in likely.items():
+        count, lines = counts.most_common(1)[0]
+        if place not in sure and place[1] and count > 2 and 2 * lines > counts.total():
+            turns[place] = count
+    return turns
 
 
 def _depths(code: list[Sass]) -> dict[int, int]:
