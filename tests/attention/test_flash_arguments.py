@@ -150,6 +150,25 @@ def test_another_negative_side_is_a_bound_off_the_diagonal(stand_in, window, our
     close(cutex.flash_attn_func(q, k, v, window_size=window), reference(q, k, v, ours))
 
 
+def test_a_window_in_a_tensor_is_that_of_its_numbers_at_each_call(stand_in):
+    """FlashAttention's own tests draw theirs so; the same tensor may have other numbers later."""
+    q, k, v = operands()
+    flat = [x[0] for x in (q, k, v)]
+    ends = torch.tensor([0, 40], dtype=torch.int32)
+    window = torch.tensor([5, 0])
+    for sides in [(5, 0), (3, 2), (-1, 7)]:
+        window.copy_(torch.tensor(sides))
+        want = reference(q, k, v, (None if sides[0] < 0 else sides[0], sides[1]))
+        close(cutex.flash_attn_func(q, k, v, window_size=window), want)
+        packed = cutex.flash_attn_varlen_func(*flat, ends, ends, 40, 40, window_size=window)
+        close(packed, want[0])
+    for bad in (torch.tensor(3), torch.tensor([1, 2, 3])):
+        with pytest.raises(TypeError, match="window_size must be a pair"):
+            cutex.flash_attn_func(q, k, v, window_size=bad)
+    with pytest.raises(TypeError, match="a side is a whole number"):
+        cutex.flash_attn_func(q, k, v, window_size=torch.tensor([1.0, 2.0]))
+
+
 # dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
 SECOND = [
     ((0.0, None, True), {"window": (None, 0)}),

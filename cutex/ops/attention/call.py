@@ -25,6 +25,14 @@ MAX_LENGTH = 2**30 - 1  # rows of a sequence
 Window = tuple[int | None, int | None]
 
 
+def pair_of(window_size: Any) -> Any:
+    """window_size as a tuple, as which calls are known by it, if it is a list, or a tensor of two
+    numbers, as FlashAttention's own tests have it."""
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
+    return tuple(window_size) if isinstance(window_size, list) else window_size
+
+
 def sides_of(window_size: Window) -> Window:
     """A window_size with None for each open side. A negative number is a bound across the diagonal,
     as in FlashAttention-4: (None, -3) ends three keys before the query's own.

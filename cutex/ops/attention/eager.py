@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutex.ops import autocast
 from cutex.ops.attention import differentiable, paged
-from cutex.ops.attention.call import AttentionCall, Window, check
+from cutex.ops.attention.call import AttentionCall, Window, check, pair_of
 from cutex.ops.attention.flash_arguments import NEUTRAL, is_default, named, taken
 from cutex.ops.attention.planned import PLANS, attend
 from cutex.ops.number import number
@@ -77,6 +77,8 @@ def flash_attn_func(
     Raises TypeError or ValueError, in one sentence that names the argument, for arguments that are
     not supported, and without a Hopper or Blackwell GPU.
     """
+    if window_size.__class__ is not tuple:
+        window_size = pair_of(window_size)
     if by_place or others:
         by_name = {
             "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
@@ -166,6 +168,8 @@ def flash_attn_varlen_func(
     on the CPU: on a GPU the check would have to wait for it. With seqused, or with cu_seqlens on
     one side only, gradients have the same limits as with softcap.
     """
+    if window_size.__class__ is not tuple:
+        window_size = pair_of(window_size)
     if not by_place and paged.is_asked_for(others) and others.keys() <= set(paged.TAKEN):
         return paged.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,

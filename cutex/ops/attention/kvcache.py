@@ -22,7 +22,7 @@ from cutex.kernels.attention.decode.splits import Splits, are_many
 from cutex.kernels.attention.spec import HEAD_DIMS
 from cutex.ops.attention import cache_operators, prefill, scaled
 from cutex.ops.attention.cache_plan import CacheOperator, Plan, of_parts, preparations
-from cutex.ops.attention.call import DTYPES, Window, kernel_dims, sides_of
+from cutex.ops.attention.call import DTYPES, Window, kernel_dims, pair_of, sides_of
 from cutex.ops.attention.kvcache_call import (
     FP8,
     TENSORS,
@@ -130,6 +130,8 @@ def flash_attn_with_kvcache(
     without a Hopper or Blackwell GPU. The values of int32 tensors are checked only on the CPU.
     """
     with_lse = return_lse or return_softmax_lse
+    if window_size.__class__ is not tuple:
+        window_size = pair_of(window_size)
     if _is_compiling():
         return cache_operators.attend(
             (q, k_cache, v_cache, k, v), window_size, others, cache_seqlens=cache_seqlens,
@@ -231,9 +233,7 @@ def _prepared(
         q, k = rotated(q, k, (cos, sin), interleaved, positions, by_position, of_packed)
     return call._replace(
         q=q, k=k, cache_seqlens=ends, page_table=page_table, cache_batch_idx=entries,
-        k_descale=k_scale, v_descale=v_scale,
-        window_size=tuple(window) if isinstance(window, list) else window,
-    )  # fmt: skip
+        k_descale=k_scale, v_descale=v_scale)  # fmt: skip
 
 
 def _run(call: KVCacheCall, with_lse: bool) -> Any:
