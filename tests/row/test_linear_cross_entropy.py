@@ -266,6 +266,28 @@ def test_in_every_order_of_events(order, seed):
         near(x.grad, dx, x.dtype, float(dx.abs().max()))
 
 
+class Stopped(torch.autograd.Function):
+    """x, for which the backward pass has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_loss_without_a_gradient_gives_none(device, linear):
+    x, w, target = problem(device, 4, 24, 16, torch.float32)
+    given = (x, w, target) if linear else (x @ w.T, target)
+    loss = (cutex.linear_cross_entropy if linear else cutex.cross_entropy)(*given)
+    other = torch.ones((), device=device, requires_grad=True)
+    (Stopped.apply(loss) + other).backward()
+    assert x.grad is None and w.grad is None and other.grad == 1
+
+
 BAD = [
     ({"x": "x"}, TypeError, "x must be a torch.Tensor, got str"),
     ({"w": torch.zeros(3, 8).half()}, TypeError, "w is torch.float16, but x is torch.float32"),

@@ -235,7 +235,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(x, target, lse, count)
 
 
-def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dloss is None:  # what comes behind gave the loss no gradient
+        return (None,) * 6
     x, target, lse, count = ctx.saved_tensors
     dx = GRADIENT(x, target, lse, dloss, count, *ctx.options)
     return dx, None, None, None, None, None

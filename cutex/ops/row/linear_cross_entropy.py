@@ -246,7 +246,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(x, w, target, lse, dx, dw)
 
 
-def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dloss is None:  # what comes behind gave the loss no gradient
+        return (None,) * 11
     x, w, target, lse, dx, dw = ctx.saved_tensors
     *of, chunk, wide, wants_x, wants_w = ctx.options
     if of[3] == "none":
